@@ -1,0 +1,1 @@
+"""LangChain chat model for Gemma bundles."""

@@ -1,0 +1,26 @@
+"""The built-in runtimes and drafters, registered the way a third party's would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from llm_gemma_coreml.hooks import hookimpl
+
+if TYPE_CHECKING:
+    from llm_gemma_coreml.drafting.base import DrafterFactory
+    from llm_gemma_coreml.runtime.base import Runtime
+
+
+@hookimpl
+def register_runtimes(register: Callable[[Runtime], None]) -> None:
+    from llm_gemma_coreml.runtime.portable import PortableRuntime
+
+    register(PortableRuntime())
+
+
+@hookimpl
+def register_drafters(register: Callable[[DrafterFactory], None]) -> None:
+    from llm_gemma_coreml.drafting.prompt_lookup import PromptLookupFactory
+
+    register(PromptLookupFactory())

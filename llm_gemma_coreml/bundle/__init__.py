@@ -1,0 +1,1 @@
+"""What a bundle is on disk: manifest, packages, embedding table, store."""

@@ -1,0 +1,32 @@
+"""What a drafter must offer: propose tokens for a session, and learn what was accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from llm_gemma_coreml.engine.session import Session
+
+
+class Drafter(Protocol):
+    """Proposes drafts for one session. Drafts only change the speed, never the answer."""
+
+    name: str
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """A request starts; `tokens` are all token ids so far (prompt included)."""
+
+    def propose(self, limit: int) -> Sequence[int]:
+        """Up to `limit` token ids that may follow the tokens seen so far; empty if there is nothing to propose."""
+
+    def observe(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
+        """`tokens` were appended to the session; of the last `drafted` drafts `accepted` were kept."""
+
+
+class DrafterFactory(Protocol):
+    """Makes a drafter for a session, or None if it has nothing to offer for that bundle."""
+
+    name: str
+
+    def create(self, session: Session) -> Drafter | None: ...

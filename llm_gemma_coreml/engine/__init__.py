@@ -1,0 +1,1 @@
+"""The engine: sessions, the decoding loop, the ladder, the ring, speculation and sampling."""

@@ -1,0 +1,1 @@
+"""Runtimes: run one function of one package over a state."""
