@@ -10,12 +10,16 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """Proposes drafts for one session. Drafts only change the speed, never the answer."""
+    """Proposes drafts for one session. Drafts only change the speed, never the answer.
+
+    A drafter may have an attribute `grade` (int, set by `propose`): how sure it is of this proposal, in a few
+    classes of its own. Acceptance is then measured for each grade apart.
+    """
 
     name: str
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """A request starts; `tokens` are all token ids so far (prompt included)."""
+    def begin(self, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
+        """A request starts; `tokens` are all token ids so far (prompt included), `pinned` documents to look into."""
 
     def propose(self, limit: int) -> Sequence[int]:
         """Up to `limit` token ids that may follow the tokens seen so far; empty if there is nothing to propose."""

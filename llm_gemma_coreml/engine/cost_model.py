@@ -1,0 +1,111 @@
+"""Choose how many drafts to verify: measured cost of calls against measured acceptance of drafts."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+_REMEMBERED_CALLS = 15
+_PRIOR_COST_PER_EXTRA_ROW = 0.12
+"""Assumed cost of a row beyond the first, as a share of a one-row call, until a width has been measured."""
+_PRIOR_WEIGHT = 4.0
+_FORGETTING = 0.97
+"""Weight that an old observation keeps when a new one comes: about the last 30 count."""
+_PRIOR_ACCEPTANCE = (0.45, 0.6, 0.75, 0.9)
+"""Assumed chance that a draft is accepted, by the drafter's grade, until it has been measured."""
+_POSITION_BINS = (1, 2, 4)
+"""Drafts are counted in bins by their offset in the proposal: 0, 1, 2-3, 4 and later."""
+_REQUIRED_GAIN = 1.03
+"""Drafting must promise at least this much, so that noise in the estimates does not cost speed."""
+
+
+class CallCosts:
+    """Seconds of a target call by rung and width, as the median of the last calls. May be shared by sessions."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        """`widths`: rows per call that have functions and whose logits can all be had, ascending."""
+        self.widths = tuple(sorted(widths))
+        self._seconds: dict[tuple[int, int], deque[float]] = {}
+
+    def width_for(self, rows: int) -> int:
+        """The smallest width that holds `rows` rows (the largest width if none does)."""
+        return self.widths[min(bisect_left(self.widths, rows), len(self.widths) - 1)]
+
+    def observe(self, rung: int, rows: int, seconds: float) -> None:
+        """A call with `rows` rows took `seconds`. The first one of each function is left out: it loads things."""
+        key = (rung, self.width_for(rows))
+        if key not in self._seconds:
+            self._seconds[key] = deque(maxlen=_REMEMBERED_CALLS)
+        else:
+            self._seconds[key].append(seconds)
+
+    def plain(self, rung: int) -> float | None:
+        """Seconds of a call with one row, None until measured."""
+        return self._median(rung, self.width_for(1))
+
+    def relative(self, rung: int, rows: int) -> float:
+        """Cost of a call with `rows` rows in units of a call with one row."""
+        plain, cost = self.plain(rung), self._median(rung, self.width_for(rows))
+        if plain is None or cost is None or plain <= 0:
+            return 1.0 + _PRIOR_COST_PER_EXTRA_ROW * (self.width_for(rows) - self.width_for(1))
+        return cost / plain
+
+    def _median(self, rung: int, width: int) -> float | None:
+        measured = self._seconds.get((rung, width))
+        return median(measured) if measured else None
+
+
+class Acceptance:
+    """Chances that drafts are accepted, given that those before them were: by grade and offset, with a prior."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def observe(self, grade: int, drafted: int, accepted: int) -> None:
+        """Of `drafted` drafts the first `accepted` were right. Drafts after the first wrong one tell nothing."""
+        for offset in range(min(drafted, accepted + 1)):
+            key = (grade, _position_bin(offset))
+            right, seen = self._counts.get(key, (0.0, 0.0))
+            hit = 1.0 if offset < accepted else 0.0
+            self._counts[key] = (right * _FORGETTING + hit, seen * _FORGETTING + 1.0)
+
+    def chance(self, grade: int, offset: int) -> float:
+        """Chance that the draft at `offset` is accepted, if those before it were."""
+        prior = _PRIOR_ACCEPTANCE[max(0, min(grade, len(_PRIOR_ACCEPTANCE) - 1))]
+        right, seen = self._counts.get((grade, _position_bin(offset)), (0.0, 0.0))
+        return (right + prior * _PRIOR_WEIGHT) / (seen + _PRIOR_WEIGHT)
+
+    def expected_tokens(self, grade: int, drafts: int) -> float:
+        """Expected tokens of a round with that many drafts, the free one included."""
+        expected, chance = 1.0, 1.0
+        for offset in range(drafts):
+            chance *= self.chance(grade, offset)
+            expected += chance
+        return expected
+
+
+def best_draft_count(
+    costs: CallCosts, acceptance: Acceptance, rung: int, grade: int, available: int, drafting_cost: float = 0.0
+) -> tuple[int, float]:
+    """(drafts to verify, gain): the count with the most expected tokens per time.
+
+    `gain` is tokens per time relative to plain decoding; (0, 1.0) if no count promises more than plain.
+    `drafting_cost` is the drafter's own time in units of a plain call; it is spent whatever is chosen.
+    """
+    best_count, best_gain = 0, 1.0
+    for width in costs.widths:
+        count = min(width - 1, available)
+        if count <= 0:
+            continue
+        gain = acceptance.expected_tokens(grade, count) / (costs.relative(rung, count + 1) + drafting_cost)
+        if gain > max(best_gain, _REQUIRED_GAIN):
+            best_count, best_gain = count, gain
+        if count == available:
+            break
+    return best_count, best_gain
+
+
+def _position_bin(offset: int) -> int:
+    return sum(offset >= edge for edge in _POSITION_BINS)
