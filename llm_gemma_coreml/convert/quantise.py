@@ -1,0 +1,114 @@
+"""Blockwise symmetric quantisation: int8 or int4 values with one fp16 scale per 32 input columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_gemma_coreml.errors import SourceError
+
+if TYPE_CHECKING:
+    from llm_gemma_coreml.convert.source import Source
+
+BLOCK = 32
+_LIMITS = {8: (-127, 127), 4: (-8, 7)}
+_FP16_MAX = float(np.finfo(np.float16).max)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """weight[n, k] = values[n, k] * scales[n, k // 32]."""
+
+    values: NDArray[np.int8]
+    """int8 [N, K]; in [-127, 127] for 8 bits, [-8, 7] for 4 bits."""
+    scales: NDArray[np.float16]
+    """fp16 [N, K / 32]."""
+    bits: int
+
+    def dequantise(self) -> NDArray[np.float32]:
+        """The fp32 weight [N, K] that the values stand for."""
+        rows, columns = self.values.shape
+        blocks = self.values.reshape(rows, columns // BLOCK, BLOCK).astype(np.float32)
+        blocks *= self.scales.astype(np.float32)[:, :, None]
+        return blocks.reshape(rows, columns)
+
+
+def quantise(
+    weight: NDArray[np.float32],
+    bits: int,
+    importance: NDArray[np.float32] | None = None,
+    name: str = "weight",
+) -> Quantised:
+    """Quantise a linear weight [N, K] to `bits` (8 or 4).
+
+    importance: mean squared activation of each input column [K]; with it, each block's scale is the one of least
+    weighted squared error, else round-to-nearest with the largest magnitude at the end of the range.
+    Raises SourceError naming `name` for NaN, infinity, or a K that is no multiple of 32.
+    """
+    _check(weight, bits, name)
+    rows, columns = weight.shape
+    values = np.empty((rows, columns), np.int8)
+    scales = np.empty((rows, columns // BLOCK), np.float16)
+    step = max(1, (4 << 20) // columns)
+    for start in range(0, rows, step):
+        part = np.ascontiguousarray(weight[start : start + step], np.float32)
+        blocks = part.reshape(part.shape[0], -1, BLOCK)
+        scale = _plain_scales(blocks, bits)
+        values[start : start + step] = _round(blocks, scale, bits).reshape(part.shape)
+        scales[start : start + step] = scale
+    return Quantised(values, scales, bits)
+
+
+def quantised_tensor(
+    source: Source, name: str, bits: int, importance: NDArray[np.float32] | None = None
+) -> Quantised:
+    """Tensor `name` of `source` at `bits`: its own blocks where the checkpoint is already on the grid, else quantised.
+
+    Reads the tensor in row chunks: the fp32 weight never exists as a whole.
+    """
+    from llm_gemma_coreml.convert.source import expected_shapes, row_chunks
+
+    ready = source.blocks(name, bits)
+    if ready is not None:
+        return ready
+    rows, columns = expected_shapes(source.config)[name]
+    values = np.empty((rows, columns), np.int8)
+    scales = np.empty((rows, columns // BLOCK), np.float16)
+    for start, stop in row_chunks(rows, columns):
+        part = quantise(source.rows(name, start, stop), bits, importance, f"{source.path}: tensor {name}")
+        values[start:stop] = part.values
+        scales[start:stop] = part.scales
+    return Quantised(values, scales, bits)
+
+
+def _check(weight: NDArray[np.float32], bits: int, name: str) -> None:
+    if bits not in _LIMITS:
+        raise SourceError(f"{name}: {bits} bits are not supported; use 8 or 4.")
+    if weight.ndim != 2 or weight.shape[1] % BLOCK:
+        raise SourceError(f"{name}: shape {list(weight.shape)} cannot be cut into blocks of {BLOCK} columns.")
+
+
+def _plain_scales(blocks: NDArray[np.float32], bits: int) -> NDArray[np.float16]:
+    low, high = _LIMITS[bits]
+    largest, smallest = blocks.max(axis=2), blocks.min(axis=2)
+    if bits == 8:
+        scale = np.maximum(largest, -smallest) / high
+    else:
+        # The value of largest magnitude goes to -8, the longer end; the scale takes its sign.
+        scale = np.where(-smallest >= largest, smallest, largest) / low
+    return scale.astype(np.float16)
+
+
+def _round(
+    blocks: NDArray[np.float32], scales: NDArray[np.float16], bits: int
+) -> NDArray[np.int8]:
+    low, high = _LIMITS[bits]
+    scale = scales.astype(np.float32)[:, :, None]
+    inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale != 0)
+    scaled = blocks * inverse
+    np.rint(scaled, out=scaled)
+    np.clip(scaled, low, high, out=scaled)
+    return scaled.astype(np.int8)
