@@ -21,6 +21,8 @@ def register_runtimes(register: Callable[[Runtime], None]) -> None:
 
 @hookimpl
 def register_drafters(register: Callable[[DrafterFactory], None]) -> None:
+    from llm_gemma_coreml.drafting.corpus import CorpusLookupFactory
     from llm_gemma_coreml.drafting.prompt_lookup import PromptLookupFactory
 
     register(PromptLookupFactory())
+    register(CorpusLookupFactory())

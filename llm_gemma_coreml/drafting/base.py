@@ -19,10 +19,10 @@ class Drafter(Protocol):
     name: str
 
     def begin(self, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
-        """A request starts; `tokens` are all token ids so far (prompt included), `pinned` documents to look into."""
+        """A request starts; `tokens` are all ids so far (prompt too), `pinned` documents to look into."""
 
     def propose(self, limit: int) -> Sequence[int]:
-        """Up to `limit` token ids that may follow the tokens seen so far; empty if there is nothing to propose."""
+        """Up to `limit` token ids that may follow the tokens seen so far; empty if there is nothing."""
 
     def observe(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
         """`tokens` were appended to the session; of the last `drafted` drafts `accepted` were kept."""

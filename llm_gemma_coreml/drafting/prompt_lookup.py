@@ -20,8 +20,8 @@ _KEY_MASK = (1 << (_TOKEN_BITS * MINIMUM_MATCH)) - 1
 class NgramIndex:
     """A growing list of tokens that finds the earlier places where its last tokens (or others) occurred.
 
-    Every position is linked to the one before it that ends in the same MINIMUM_MATCH tokens, so that adding and
-    removing a token cost O(1) and a search costs at most MAXIMUM_CANDIDATES * MAXIMUM_MATCH comparisons.
+    Every position is linked to the one before it that ends in the same MINIMUM_MATCH tokens, so that adding
+    and removing a token cost O(1) and a search at most MAXIMUM_CANDIDATES * MAXIMUM_MATCH comparisons.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -64,7 +64,7 @@ class NgramIndex:
         self.extend(tokens[kept:])
 
     def find(self, suffix: Sequence[int]) -> tuple[int, int]:
-        """(position after the match, length of the match) for the longest, then latest match of the end of `suffix`.
+        """(position after the match, its length) for the longest, then latest match of the end of `suffix`.
 
         Length 0 if fewer than MINIMUM_MATCH tokens match. A match that ends at the end of the content has no
         continuation and is not returned.
@@ -90,7 +90,7 @@ class NgramIndex:
         return (best_end, best_length) if best_length >= MINIMUM_MATCH else (0, 0)
 
     def _match_length(self, end: int, suffix: Sequence[int]) -> int:
-        """How many tokens up to and including position `end` equal the end of `suffix`, at most MAXIMUM_MATCH."""
+        """How many tokens up to position `end` equal the end of `suffix`, at most MAXIMUM_MATCH."""
         tokens, limit = self.tokens, min(MAXIMUM_MATCH, end + 1, len(suffix))
         length = 0
         while length < limit and tokens[end - length] == suffix[-1 - length]:

@@ -22,7 +22,7 @@ _REQUIRED_GAIN = 1.03
 
 
 class CallCosts:
-    """Seconds of a target call by rung and width, as the median of the last calls. May be shared by sessions."""
+    """Seconds of a target call by rung and width: the median of the last calls. Sessions may share it."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         """`widths`: rows per call that have functions and whose logits can all be had, ascending."""
@@ -34,7 +34,7 @@ class CallCosts:
         return self.widths[min(bisect_left(self.widths, rows), len(self.widths) - 1)]
 
     def observe(self, rung: int, rows: int, seconds: float) -> None:
-        """A call with `rows` rows took `seconds`. The first one of each function is left out: it loads things."""
+        """A call with `rows` rows took `seconds`. The first of each function is left out: it loads."""
         key = (rung, self.width_for(rows))
         if key not in self._seconds:
             self._seconds[key] = deque(maxlen=_REMEMBERED_CALLS)
@@ -58,13 +58,13 @@ class CallCosts:
 
 
 class Acceptance:
-    """Chances that drafts are accepted, given that those before them were: by grade and offset, with a prior."""
+    """Chances that drafts are accepted, given that those before were: by grade and offset."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
 
     def observe(self, grade: int, drafted: int, accepted: int) -> None:
-        """Of `drafted` drafts the first `accepted` were right. Drafts after the first wrong one tell nothing."""
+        """Of `drafted` drafts the first `accepted` were right. What follows a wrong one tells nothing."""
         for offset in range(min(drafted, accepted + 1)):
             key = (grade, _position_bin(offset))
             right, seen = self._counts.get(key, (0.0, 0.0))
@@ -87,7 +87,12 @@ class Acceptance:
 
 
 def best_draft_count(
-    costs: CallCosts, acceptance: Acceptance, rung: int, grade: int, available: int, drafting_cost: float = 0.0
+    costs: CallCosts,
+    acceptance: Acceptance,
+    rung: int,
+    grade: int,
+    available: int,
+    drafting_cost: float = 0.0,
 ) -> tuple[int, float]:
     """(drafts to verify, gain): the count with the most expected tokens per time.
 

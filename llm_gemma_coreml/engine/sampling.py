@@ -14,6 +14,8 @@ from llm_gemma_coreml.errors import GemmaCoreMLError, RequestError
 Logits = NDArray[np.float32]
 
 _PHILOX_KEY_BITS = 128
+_SUM_BLOCK = 512
+_SORTED_AT_ONCE = 2048
 _SCREEN_BLOCKS = 512
 """Blocks of the vocabulary whose maxima give a first bound on the k-th largest logit."""
 
@@ -50,9 +52,9 @@ class Sampler:
     """Draws tokens by `parameters`.
 
     Order of processing, the same as in transformers: allowed mask, repetition penalty, suppressed ids,
-    temperature, top_k, top_p, min_p, then a draw by the inverse of the cumulative distribution over ascending ids.
-    The uniform number of a draw comes from a counter-based generator with key `seed` and counter `position`, so it
-    does not depend on what was drawn before.
+    temperature, top_k, top_p, min_p, then a draw by the inverse of the cumulative distribution over ascending
+    ids. The uniform number of a draw comes from a counter-based generator with key `seed` and counter
+    `position`, so it does not depend on what was drawn before.
 
     `seed` is the seed in use: the given one, or one chosen at random when the parameters have none.
     Raises RequestError for parameters outside their ranges.
@@ -83,19 +85,15 @@ class Sampler:
     ) -> int:
         """The token for `position`, drawn from `logits` (float32 [vocabulary], not changed).
 
-        `history` holds the tokens before `position`; `allowed` (bool [vocabulary]) marks the tokens that a grammar
-        permits. Greedy ties go to the lowest id. Raises GemmaCoreMLError for logits that are NaN or +infinity and
-        when no token is left to choose from.
+        `history` holds the tokens before `position`; `allowed` (bool [vocabulary]) marks the tokens that a
+        grammar permits. Greedy ties go to the lowest id. Raises GemmaCoreMLError for logits that are NaN or
+        +infinity and when no token is left to choose from.
         """
         scores = self._scores(logits, history, allowed)
         if self.greedy:
             return _checked_argmax(scores)
         ids, weights = self._candidates(scores)
-        cumulative = np.cumsum(weights)
-        target = uniform(self.seed, position) * cumulative[-1]
-        index = min(int(np.searchsorted(cumulative, target, side="right")), len(cumulative) - 1)
-        while weights[index] == 0:  # rounding at the top end must not pick a token of probability zero
-            index -= 1
+        index = _inverse_cumulative(weights, uniform(self.seed, position))
         return index if ids is None else int(ids[index])
 
     def distribution(
@@ -111,7 +109,7 @@ class Sampler:
             probabilities[_checked_argmax(scores)] = 1.0
             return probabilities
         ids, weights = self._candidates(scores)
-        probabilities[slice(None) if ids is None else ids] = weights / weights.sum()
+        probabilities[slice(None) if ids is None else ids] = weights / weights.sum(dtype=np.float64)
         return probabilities
 
     def _scores(
@@ -132,21 +130,23 @@ class Sampler:
             scores[self._suppressed] = -np.inf
         return scores
 
-    def _candidates(self, scores: Logits) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-        """Ids that may be drawn, ascending (None: all), and their weights, not normalised."""
+    def _candidates(self, scores: Logits) -> tuple[NDArray[np.int64] | None, Logits]:
+        """Ids that may be drawn, ascending (None: all), and their weights: the largest is 1."""
         highest = scores[_checked_argmax(scores)]
         ids: NDArray[np.int64] | None = None
         if self.parameters.top_k is not None and self.parameters.top_k < len(scores):
             ids = _largest(scores, self.parameters.top_k)
             scores = scores[ids]
-        weights = np.exp((scores - highest) / np.float32(self.parameters.temperature))
+        weights = scores - highest
+        weights /= np.float32(self.parameters.temperature)
+        np.exp(weights, out=weights)
         if self.parameters.top_p is not None and self.parameters.top_p < 1.0:
             kept = _nucleus(weights, self.parameters.top_p)
             ids, weights = (kept if ids is None else ids[kept]), weights[kept]
         if self.parameters.min_p is not None and self.parameters.min_p > 0.0:
-            kept = np.flatnonzero(weights >= np.float32(self.parameters.min_p))  # the largest weight is 1
+            kept = np.flatnonzero(weights >= np.float32(self.parameters.min_p))
             ids, weights = (kept if ids is None else ids[kept]), weights[kept]
-        return ids, weights.astype(np.float64)
+        return ids, weights
 
 
 def uniform(seed: int, position: int) -> float:
@@ -156,8 +156,22 @@ def uniform(seed: int, position: int) -> float:
     return (raw >> 11) * 2.0**-53
 
 
+def _inverse_cumulative(weights: Logits, share: float) -> int:
+    """The first index at which the running sum of `weights` exceeds `share` (in [0, 1)) of the whole."""
+    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK), dtype=np.float64)
+    ends = np.cumsum(blocks)
+    target = share * ends[-1]
+    block = min(int(np.searchsorted(ends, target, side="right")), len(ends) - 1)
+    start = block * _SUM_BLOCK
+    inside = np.cumsum(weights[start : start + _SUM_BLOCK], dtype=np.float64) + (ends[block] - blocks[block])
+    index = min(start + int(np.searchsorted(inside, target, side="right")), len(weights) - 1)
+    while weights[index] == 0:  # rounding at the upper end must not pick a token of probability zero
+        index -= 1
+    return index
+
+
 def _checked_argmax(scores: Logits) -> int:
-    """Index of the first maximum. Raises for NaN (which numpy's argmax finds first), +infinity and all -infinity."""
+    """Index of the first maximum. Raises for NaN (which argmax finds first), +infinity, all -infinity."""
     index = int(np.argmax(scores))
     highest = scores[index]
     if np.isfinite(highest):
@@ -168,8 +182,8 @@ def _checked_argmax(scores: Logits) -> int:
             "Loosen the schema or grammar."
         )
     raise GemmaCoreMLError(
-        f"The model returned {highest} as the logit of token {index}. The bundle is damaged or the runtime computes "
-        "wrongly: check the bundle with `llm gemma-coreml verify`."
+        f"The model returned {highest} as the logit of token {index}. The bundle is damaged or the runtime "
+        "computes wrongly: check the bundle with `llm gemma-coreml verify`."
     )
 
 
@@ -185,23 +199,31 @@ def _largest(scores: Logits, count: int) -> NDArray[np.int64]:
         ids = np.arange(len(scores))
     chosen = scores[ids]
     threshold = np.partition(chosen, -count)[-count]
-    return ids[(chosen >= threshold) & (chosen > -np.inf)]
+    kept: NDArray[np.int64] = ids[(chosen >= threshold) & (chosen > -np.inf)]
+    return kept
 
 
 def _nucleus(weights: Logits, top_p: float) -> NDArray[np.int64]:
     """Indices, ascending, of the smallest set of largest weights whose share reaches top_p (at least one)."""
     needed = top_p * float(weights.sum(dtype=np.float64))
-    indices = np.arange(len(weights))
-    if len(weights) > 4096:
-        for bound in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6):  # sort only what can be in the set
-            screened = np.flatnonzero(weights >= np.float32(bound))
-            if float(weights[screened].sum(dtype=np.float64)) > needed:
-                indices = screened
-                break
-    order = indices[np.argsort(-weights[indices], kind="stable")]
-    before = np.cumsum(weights[order], dtype=np.float64) - weights[order]
-    kept = order[: max(1, int(np.searchsorted(before, needed, side="left")))]
-    return np.sort(kept)
+    undecided, values = np.arange(len(weights)), weights
+    sure: list[NDArray[np.int64]] = []
+    while len(values) > _SORTED_AT_ONCE:  # narrow down by halves, so that little is left to sort
+        above = values > values.mean()
+        upper = np.flatnonzero(above)
+        mass = float(values[upper].sum(dtype=np.float64))
+        if mass >= needed:
+            undecided, values = undecided[upper], values[upper]
+        elif mass > 0:
+            needed -= mass
+            sure.append(undecided[upper])
+            undecided, values = undecided[~above], values[~above]
+        else:  # all equal
+            break
+    order = np.argsort(-values, kind="stable")
+    before = np.cumsum(values[order], dtype=np.float64) - values[order]
+    count = max(0 if sure else 1, int(np.searchsorted(before, needed, side="left")))
+    return np.sort(np.concatenate([*sure, undecided[order[:count]]]))
 
 
 def _check(parameters: SamplingParameters) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from llm_gemma_coreml import hooks
@@ -27,7 +28,7 @@ GRAMMAR = "grammar"
 PROPOSE_SECONDS = 1.0
 BEGIN_SECONDS = 10.0
 _SHADOW_BUDGET = 0.01
-"""Share of plain decoding time that may be spent on drafts that are not verified, to notice when they pay again."""
+"""Share of plain decoding time that may go into drafts that are not verified, to see when they pay again."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,11 @@ def accept_drafts(
     history: TokenHistory,
     masks: Sequence[NDArray[np.bool_] | None] | None = None,
 ) -> list[int]:
-    """The tokens that plain decoding would produce next: the accepted drafts, then one token of the target's own.
+    """The tokens that plain decoding would produce next: accepted drafts, then one of the target's own.
 
-    logits: float32 [len(drafts) + 1, vocabulary], row i for the token at `position + i` after i drafts. masks: one
-    row per row of logits or None. `history` takes up the tokens that are returned (1 to len(drafts) + 1).
+    logits: float32 [len(drafts) + 1, vocabulary], row i for the token at `position + i` after i drafts.
+    masks: one per row of logits, or None. `history` takes up the returned tokens (1 to
+    len(drafts) + 1).
     """
     tokens: list[int] = []
     for row in range(len(drafts) + 1):
@@ -66,13 +68,14 @@ def accept_drafts(
 class Speculator:
     """The drafters of one session, with what has been learned about them.
 
-    Use per request: `begin`, then per round `propose` (before the target call) and `observe` (after it). A drafter
-    that raises, hangs or proposes nonsense is off for the rest of the session and named in `take_warnings`.
+    Use per request: `begin`, then per round `propose` (before the target call) and `observe` (after it). A
+    drafter that raises, hangs or proposes nonsense is off for the rest of the session and named in
+    `take_warnings`.
     """
 
     def __init__(
         self,
-        session: Session | None,
+        session: Session,
         vocabulary_size: int,
         costs: CallCosts,
         factories: Iterable[DrafterFactory] | None = None,
@@ -104,13 +107,13 @@ class Speculator:
         self._proposal = Proposal()
         if speculate == "off" or speculate == 0:
             return
-        for drafter in self._drafters:
+        for drafter in tuple(self._drafters):
             drafter.shadows.clear()
             drafter.idle_rounds = 0
-            self._guarded(drafter, lambda d=drafter: d.begin(tokens, pinned), BEGIN_SECONDS)  # type: ignore[misc]
+            self._guarded(drafter, partial(drafter.inner.begin, tokens, pinned), BEGIN_SECONDS)
 
     def propose(self, limit: int, rung: int = 0) -> Proposal:
-        """Drafts for the next round, at most `limit`; `rung` is the context length of the function to be called."""
+        """Drafts for the next round, at most `limit`; `rung` is the context of the function to be called."""
         limit = min(limit, self.costs.widths[-1] - 1)
         self._proposal = Proposal()
         if limit <= 0 or self._speculate == "off":
@@ -121,8 +124,8 @@ class Speculator:
         return self._proposal
 
     def observe(self, tokens: Sequence[int], seconds: float, rung: int = 0) -> None:
-        """The round of the last `propose` appended `tokens` (accepted drafts and the free token) and its target call
-        took `seconds`."""
+        """The round of the last `propose` appended `tokens` (accepted drafts and the free token); its target
+        call took `seconds`."""
         proposal = self._proposal
         accepted = max(0, min(len(tokens) - 1, len(proposal.tokens)))
         if accepted < len(proposal.tokens) and tokens and tokens[-1] == proposal.tokens[accepted]:
@@ -135,29 +138,26 @@ class Speculator:
             counts.accepted += accepted
         if self._speculate == "off" or self._speculate == 0:
             return
-        for drafter in self._drafters:
+        for drafter in tuple(self._drafters):
             own = drafter.name == proposal.drafter
             if own:
                 drafter.acceptance.observe(proposal.grade, len(proposal.tokens), accepted)
             drafter.follow_shadows(tokens)
             drafted, kept = (len(proposal.tokens), accepted) if own else (0, 0)
-            self._guarded(
-                drafter,
-                lambda d=drafter, n=drafted, k=kept: d.observe(tokens, n, k),  # type: ignore[misc]
-                self._propose_seconds,
-            )
+            action = partial(drafter.inner.observe, tokens, drafted, kept)
+            self._guarded(drafter, action, self._propose_seconds)
 
     def take_warnings(self) -> list[str]:
         """Warnings since the last call, for GenerationStatistics.warnings."""
         warnings, self._warnings = self._warnings, []
         return warnings
 
-    def _create(self, factory: DrafterFactory, session: Session | None) -> None:
+    def _create(self, factory: DrafterFactory, session: Session) -> None:
         name = str(getattr(factory, "name", type(factory).__name__))
         builtin = type(factory).__module__.startswith("llm_gemma_coreml.")
         worker = None if builtin else _Worker(name)
         try:
-            made = _call(worker, lambda: factory.create(session), BEGIN_SECONDS)  # type: ignore[arg-type]
+            made = _call(worker, partial(factory.create, session), BEGIN_SECONDS)
         except Exception as error:
             self._warnings.append(_failure(name, error))
             return
@@ -199,7 +199,9 @@ class Speculator:
         """The drafter's proposal, checked; empty if it has none or has been dropped."""
         start = time.perf_counter()
         proposed = self._guarded(
-            drafter, lambda: _checked(drafter.inner.propose(limit), limit, self._vocabulary_size), self._propose_seconds
+            drafter,
+            lambda: _checked(drafter.inner.propose(limit), limit, self._vocabulary_size),
+            self._propose_seconds,
         )
         drafter.note_time(time.perf_counter() - start)
         drafter.idle_rounds = 0
@@ -242,12 +244,6 @@ class _GuardedDrafter:
     idle_rounds: int = 0
     last_gain: float = 1.0
     _seconds: float = 0.0
-
-    def begin(self, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
-        self.inner.begin(tokens, pinned)
-
-    def observe(self, tokens: Sequence[int], drafted: int, accepted: int) -> None:
-        self.inner.observe(tokens, drafted, accepted)
 
     def grade(self) -> int:
         grade = getattr(self.inner, "grade", 0)
@@ -321,7 +317,7 @@ def _call(worker: _Worker | None, action: Callable[[], Any], seconds: float) -> 
 
 
 def _checked(proposed: Sequence[int], limit: int, vocabulary_size: int) -> tuple[int, ...]:
-    """The proposal as plain integers. Raises ValueError if it is too long or has ids outside the vocabulary."""
+    """The proposal as plain integers. Raises ValueError if it is too long or leaves the vocabulary."""
     drafts = tuple(operator.index(token) for token in proposed)
     if len(drafts) > limit:
         raise ValueError(f"it proposed {len(drafts)} tokens where {limit} were allowed")
