@@ -102,9 +102,7 @@ def _plain_scales(blocks: NDArray[np.float32], bits: int) -> NDArray[np.float16]
     return scale.astype(np.float16)
 
 
-def _round(
-    blocks: NDArray[np.float32], scales: NDArray[np.float16], bits: int
-) -> NDArray[np.int8]:
+def _round(blocks: NDArray[np.float32], scales: NDArray[np.float16], bits: int) -> NDArray[np.int8]:
     low, high = _LIMITS[bits]
     scale = scales.astype(np.float32)[:, :, None]
     inverse = np.divide(1.0, scale, out=np.zeros_like(scale), where=scale != 0)

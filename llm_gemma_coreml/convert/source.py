@@ -136,9 +136,13 @@ def open_source(path: str | Path) -> Source:
 
         return SafetensorsSource(path)
     if not path.exists():
-        raise SourceError(f"{path}: no such file. Give a .gguf file or a directory that holds .safetensors files.")
+        raise SourceError(
+            f"{path}: no such file. Give a .gguf file or a directory that holds .safetensors files."
+        )
     if path.suffix == ".safetensors":
-        raise SourceError(f"{path}: give the directory that holds this file with its config.json, not the file.")
+        raise SourceError(
+            f"{path}: give the directory that holds this file with its config.json, not the file."
+        )
     from llm_gemma_coreml.convert.gguf_source import GGUFSource
 
     return GGUFSource(path)
@@ -162,8 +166,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "gate": (wide, hidden),
             "up": (wide, hidden),
             "down": (hidden, wide),
-            **{norm: (hidden,) for norm in LAYER_NORMS},
-            **{norm: (dim,) for norm in HEAD_NORMS},
+            **dict.fromkeys(LAYER_NORMS, (hidden,)),
+            **dict.fromkeys(HEAD_NORMS, (dim,)),
         }
         if kind == FULL and config.value_is_key_full:
             del own["v"]
@@ -195,7 +199,9 @@ def check_tensors(
         if name == "embedding" and have[1:] == shape[1:] and have[0] >= shape[0]:
             continue  # checkpoints may pad the vocabulary
         if have != shape:
-            raise SourceError(f"{path}: tensor {name} has shape {list(have)}, the configuration asks for {list(shape)}.")
+            raise SourceError(
+                f"{path}: tensor {name} has shape {list(have)}, the configuration asks for {list(shape)}."
+            )
 
 
 def check_config(path: Path, config: ModelConfig) -> None:
@@ -209,13 +215,21 @@ def check_config(path: Path, config: ModelConfig) -> None:
             raise SourceError(f"{path}: {name} is {getattr(config, name)}, which no Gemma model has.")
     if not 0 < config.layers <= 1024:
         raise SourceError(f"{path}: {config.layers} layers, which no Gemma model has.")
-    for name in ("rms_norm_epsilon", "rope_theta_sliding", "rope_theta_full", "rope_scaling_full", "query_scale"):
+    for name in (
+        "rms_norm_epsilon",
+        "rope_theta_sliding",
+        "rope_theta_full",
+        "rope_scaling_full",
+        "query_scale",
+    ):
         value = getattr(config, name)
         if not (np.isfinite(value) and value > 0):
             raise SourceError(f"{path}: {name} is {value}; it must be a positive number.")
     for kv_heads in (config.kv_heads_sliding, config.kv_heads_full):
         if config.query_heads % kv_heads:
-            raise SourceError(f"{path}: {config.query_heads} query heads cannot share {kv_heads} key/value heads.")
+            raise SourceError(
+                f"{path}: {config.query_heads} query heads cannot share {kv_heads} key/value heads."
+            )
     if config.hidden_size % 32 or config.intermediate_size % 32 or config.head_dim_sliding % 2:
         raise SourceError(
             f"{path}: hidden size {config.hidden_size} and intermediate size {config.intermediate_size} must be "
@@ -226,7 +240,9 @@ def check_config(path: Path, config: ModelConfig) -> None:
 def check_finite(path: Path, name: str, values: NDArray[np.floating]) -> None:
     """Raise SourceError if `values`, read from tensor `name`, holds a NaN or an infinity."""
     if not np.isfinite(values).all():
-        raise SourceError(f"{path}: tensor {name} holds NaN or infinity. The file is damaged; fetch it again.")
+        raise SourceError(
+            f"{path}: tensor {name} holds NaN or infinity. The file is damaged; fetch it again."
+        )
 
 
 def row_chunks(rows: int, columns: int, bytes_per_value: int = 4) -> Iterator[tuple[int, int]]:
