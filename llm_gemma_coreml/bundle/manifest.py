@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llm_gemma_coreml.bundle.manifest_checks import check_manifest, referenced_paths
+from llm_gemma_coreml.bundle.records import RecordError, decode
+from llm_gemma_coreml.errors import BundleError
 
 SCHEMA_VERSION = 1
+MANIFEST_FILE = "bundle.json"
+REMEDY = "Install or convert the bundle again."
+_LARGEST_MANIFEST = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class EmbeddingTable:
 
     The bytes may lie inside a package's weight file (the tied head's own blob). Row i, fp32 =
     values[i] * repeat(scales[i], block_size) * multiplier. values: int8 [rows, columns] at `values_offset`;
-    scales: fp16 [rows, columns / block_size] at `scales_offset`; both little-endian, row-major, in file `path`.
+    scales: fp16 [rows, columns / block_size] at `scales_offset`; both little-endian, row-major, in `path`.
     """
 
     path: str
@@ -46,7 +57,7 @@ class EmbeddingTable:
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """Inverse frequencies are computed by engine/rotary.py: theta^(-2i/head_dim), i < live_frequencies, then zeros.
+    """Inverse frequencies (engine/rotary.py): theta^(-2i/head_dim) for i < live_frequencies, then zeros.
 
     `scaling` divides every position (Gemma 3 4B+ global layers: 8.0).
     """
@@ -59,7 +70,7 @@ class RotaryEmbedding:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One declared state: fp16, `shape` [kv heads, rows, head dim]; rows include the spill of 128 rows at the end."""
+    """One declared state: fp16, `shape` [kv heads, rows, head dim]; rows include the 128 spill rows."""
 
     name: str
     package: str
@@ -109,11 +120,11 @@ class Manifest:
     rotary_full: RotaryEmbedding
     states: tuple[StateEntry, ...]
     quantisation: dict[str, str]
-    """What was quantised how, e.g. {"body": "int8 block 32", "head": "int8 block 32", "embedding": "int8 block 32"}."""
+    """What was quantised how: {"body": "int8 block 32", "head": "int8 block 32", ...}."""
     tokenizer: str
     """Path of the SentencePiece model, relative to the bundle."""
     template_kind: str
-    """"transcript" (base models), "gemma3" or "gemma4" (the checkpoint's own template, rendered with its rules)."""
+    """"transcript" (base models), "gemma3" or "gemma4" (the checkpoint's own template and its rules)."""
     chat_template: str
     """Path of the Jinja template, relative to the bundle."""
     bos_id: int
@@ -132,6 +143,87 @@ class Manifest:
     """"ladder" (ours) or "published" (okayuji's)."""
     schema_version: int = SCHEMA_VERSION
     notes: tuple[str, ...] = field(default_factory=tuple)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: Path | str = MANIFEST_FILE) -> Manifest:
+        """The checked manifest in `text`; `source` is the file's name for messages. Raises BundleError."""
+        try:
+            manifest = cls._decode(_parse(text))
+            check_manifest(manifest)
+        except BundleError as error:
+            raise BundleError(f"{source} cannot be used: {error}. {REMEDY}") from error
+        return manifest
+
+    @classmethod
+    def _decode(cls, value: Any) -> Manifest:
+        version = value.get("schema_version", SCHEMA_VERSION) if isinstance(value, dict) else SCHEMA_VERSION
+        if version != SCHEMA_VERSION:
+            raise BundleError(f"schema_version is {version!r}, this release reads {SCHEMA_VERSION} only")
+        try:
+            manifest: Manifest = decode(cls, value, "the bundle")
+        except RecordError as error:
+            raise BundleError(str(error)) from error
+        return manifest
+
+    def to_json(self) -> str:
+        """The text of `bundle.json`, indented, fields as declared. Raises BundleError if it is invalid."""
+        check_manifest(self)
+        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def package_paths(self) -> tuple[str, ...]:
+        """Relative paths of all packages: layers in order, head, drafter if there is one."""
+        paths = [package.path for package in self.layer_packages]
+        paths.append(self.head_package)
+        if self.drafter is not None:
+            paths.append(self.drafter.path)
+        return tuple(paths)
+
+
+def _parse(text: str | bytes) -> Any:
+    def refuse(name: str) -> float:
+        raise ValueError(f"the number {name}")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"it is no JSON text ({error})") from error
+
+
+def load_manifest(bundle_path: Path) -> Manifest:
+    """Read and check `bundle.json` of the bundle in that folder, and that its files are there.
+
+    Every listed file must lie inside the folder (links followed) and have the listed size; contents are compared
+    by checksums.verify_files. Raises BundleError.
+    """
+    path = bundle_path / MANIFEST_FILE
+    try:
+        if path.stat().st_size > _LARGEST_MANIFEST:
+            raise BundleError(f"{path} is too large. {REMEDY}")
+        text = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read ({error}). {REMEDY}") from error
+    manifest = Manifest.from_json(text, path)
+    for entry in manifest.files:
+        size = resolve_inside(bundle_path, entry.path).stat().st_size
+        if size != entry.size:
+            raise BundleError(
+                f"{bundle_path / entry.path} has {size} bytes instead of {entry.size}. {REMEDY}"
+            )
+    for used in referenced_paths(manifest):
+        resolve_inside(bundle_path, used)
+    return manifest
+
+
+def resolve_inside(bundle_path: Path, relative: str) -> Path:
+    """The real path of a bundle's file or folder, links followed; BundleError if it leaves the bundle."""
+    path = bundle_path / relative
+    try:
+        real, root = path.resolve(strict=True), bundle_path.resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BundleError(f"{path} is missing ({error}). {REMEDY}") from error
+    if not real.is_relative_to(root):
+        raise BundleError(f"{path} is a link that leaves the bundle. Replace it by the file itself.")
+    return real
 
 
 def layers_function_name(rung: int, width: int) -> str:

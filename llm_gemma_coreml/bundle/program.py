@@ -146,7 +146,7 @@ class Function:
 
 
 def check_finite(values: NDArray[Any], what: str) -> NDArray[Any]:
-    """Return `values` (scales, biases, tables); raise PackageError naming `what` if one is NaN or infinite."""
+    """Return `values` (scales, tables); raise PackageError naming `what` if one is NaN or infinite."""
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise PackageError(f"{what} holds NaN or infinite values. The file is damaged: get it again.")
     return values

@@ -1,0 +1,51 @@
+"""The embedding table of a bundle: rows looked up in a memory-mapped file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_gemma_coreml.bundle.manifest import REMEDY, EmbeddingTable, resolve_inside
+from llm_gemma_coreml.errors import BundleError, RequestError
+
+
+class EmbeddingRows:
+    """Rows of the table as fp32. Only the rows asked for are read from the file."""
+
+    def __init__(self, bundle_path: Path, table: EmbeddingTable) -> None:
+        """Map the table described by `table`. Raises BundleError if it does not fit its file."""
+        self.table = table
+        self._path = resolve_inside(bundle_path, table.path)
+        blocks = table.columns // table.block_size
+        self._values: NDArray[np.int8] = self._map("i1", table.values_offset, (table.rows, table.columns))
+        self._scales: NDArray[np.float16] = self._map("<f2", table.scales_offset, (table.rows, blocks))
+
+    def _map(self, dtype: str, offset: int, shape: tuple[int, int]) -> NDArray[Any]:
+        end = offset + np.dtype(dtype).itemsize * shape[0] * shape[1]
+        size = self._path.stat().st_size
+        if end > size:
+            raise BundleError(f"{self._path} has {size} bytes, the embedding table ends at {end}. {REMEDY}")
+        mapped = np.memmap(self._path, dtype=dtype, mode="r", offset=offset, shape=shape)
+        return mapped.view(np.ndarray)
+
+    def rows(self, ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
+        """Scaled rows of the token ids: fp32 [len(ids), columns].
+
+        Raises RequestError for an id outside of the table, BundleError for a scale that is NaN or infinite.
+        """
+        index = np.asarray(ids, dtype=np.int64).reshape(-1)
+        if index.size and (index.min() < 0 or index.max() >= self.table.rows):
+            wrong = index[(index < 0) | (index >= self.table.rows)][0]
+            raise RequestError(f"Token id {wrong} is not in the vocabulary of {self.table.rows} tokens.")
+        scales = self._scales[index].astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise BundleError(f"{self._path} holds embedding scales that are NaN or infinite. {REMEDY}")
+        blocks = scales.shape[1]
+        values = self._values[index].astype(np.float32).reshape(index.size, blocks, self.table.block_size)
+        values *= scales[:, :, None]
+        values *= np.float32(self.table.multiplier)
+        return values.reshape(index.size, self.table.columns)

@@ -1,0 +1,239 @@
+"""Where bundles live, and how they come and go: found cheaply, added and removed as a whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError
+
+FOLDER = "gemma-coreml"
+_MANIFEST_FILE = "bundle.json"
+_BUILDING = ".building-"
+_OLD = ".old-"
+"""A bundle about to be replaced; put back if the replacement never came."""
+_REMOVED = ".removed-"
+_HIDDEN = (_BUILDING, _OLD, _REMOVED)
+_LOCK = ".lock-"
+_NEARLY_FULL = 1 << 20
+
+
+@dataclass(frozen=True)
+class InstalledBundle:
+    """What `bundle.json` alone says of a bundle, unchecked. `problem` tells why it cannot be read, if so."""
+
+    name: str
+    """Name of the folder."""
+    path: Path
+    family: str = ""
+    template_kind: str = ""
+    contexts: tuple[int, ...] = ()
+    """The context ladder, tokens."""
+    size: int = 0
+    """Bytes of all listed files."""
+    problem: str | None = None
+
+
+def bundles_folder() -> Path:
+    """The folder of all bundles inside llm's own (LLM_USER_PATH counts at each call). It may not exist."""
+    import llm
+
+    user_folder: Path = llm.user_dir()  # type: ignore[no-untyped-call]
+    return user_folder / FOLDER
+
+
+def list_bundles(folder: Path | None = None) -> list[InstalledBundle]:
+    """All installed bundles, sorted by name. Reads one small file for each and checks nothing more."""
+    folder = folder or bundles_folder()
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith("."))
+    except OSError:
+        return []
+    return [_summary(folder / name) for name in names if (folder / name / _MANIFEST_FILE).is_file()]
+
+
+def _summary(path: Path) -> InstalledBundle:
+    try:
+        text = (path / _MANIFEST_FILE).read_bytes()
+        facts = json.loads(text)
+        return InstalledBundle(
+            path.name,
+            path,
+            str(facts["family"]),
+            str(facts["template_kind"]),
+            tuple(int(rung) for rung in facts["rungs"]),
+            sum(int(entry["size"]) for entry in facts["files"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        return InstalledBundle(path.name, path, problem=f"{path / _MANIFEST_FILE} cannot be read: {error!r}")
+
+
+def check_name(name: str) -> None:
+    """Raise BundleError if `name` cannot be the name of a bundle's folder."""
+    from llm_gemma_coreml.bundle.manifest_checks import is_valid_name
+
+    if not is_valid_name(name):
+        raise BundleError(
+            f"{name!r} cannot be the name of a bundle. Use letters, digits, '.', '_' and '-', up to 100."
+        )
+
+
+def find_bundle(name: str, folder: Path | None = None) -> Path | None:
+    """The folder of the installed bundle of that name, or None. Raises BundleError for an impossible name."""
+    check_name(name)
+    folder = folder or bundles_folder()
+    path = folder / name
+    if not path.exists() and (folder / f"{_OLD}{name}").exists():
+        _tidy(folder, name)  # a replacement was cut off between its two renames
+    return path if (path / _MANIFEST_FILE).is_file() else None
+
+
+def remove_bundle(name: str, folder: Path | None = None) -> None:
+    """Remove the bundle: out of sight with one rename, then deleted. BundleError if there is none."""
+    check_name(name)
+    folder = folder or bundles_folder()
+    path = folder / name
+    if not path.is_dir():
+        raise BundleError(f"There is no bundle {name!r} in {folder}. `llm gemma-coreml models` lists them.")
+    with _locked(folder, name):
+        _tidy_locked(folder, name)
+        removed = folder / f"{_REMOVED}{name}"
+        os.replace(path, removed)
+        _delete(removed)
+
+
+@contextmanager
+def bundle_writer(name: str, replace: bool = False, folder: Path | None = None) -> Iterator[Path]:
+    """Build a bundle: yields an empty hidden folder that becomes the bundle `name` when the block ends well.
+
+    The content must be a valid bundle then (load_manifest). If the block raises, or the process is killed at any
+    moment, nothing new is to be seen; leftovers are cleared by the next writer. With `replace`, an older
+    bundle stays in use until the new one is whole. Raises BundleError if the bundle exists (without
+    `replace`), if another process is building it, or if the disk is full.
+    """
+    check_name(name)
+    folder = folder or bundles_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, name):
+        _tidy_locked(folder, name)
+        _tidy_others(folder, name)
+        if (folder / name).exists() and not replace:
+            raise BundleError(
+                f"The bundle {name!r} exists in {folder}. Remove it (llm gemma-coreml remove {name}) "
+                "or choose another name."
+            )
+        building = folder / f"{_BUILDING}{name}"
+        try:
+            building.mkdir()
+            yield building
+            _publish(building, folder, name)
+        except Exception as error:
+            if not isinstance(error, GemmaCoreMLError) and _disk_is_full(error, folder):
+                raise BundleError(f"The disk of {folder} is full. Free some space and try again.") from error
+            raise
+        finally:
+            _delete(building)
+
+
+def _disk_is_full(error: Exception, folder: Path) -> bool:
+    """Libraries report a full disk in their own ways (numpy without an errno), so the space left counts too."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return shutil.disk_usage(folder).free < _NEARLY_FULL
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or a link to one, as far as possible."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _publish(building: Path, folder: Path, name: str) -> None:
+    from llm_gemma_coreml.bundle.manifest import load_manifest
+
+    manifest = load_manifest(building)
+    if manifest.name != name:
+        raise BundleError(f"The bundle in {building} is called {manifest.name!r}, not {name!r}.")
+    _synchronise(building)
+    final, old = folder / name, folder / f"{_OLD}{name}"
+    if final.exists():
+        os.replace(final, old)
+    os.replace(building, final)
+    _synchronise_one(folder)
+    _delete(old)
+
+
+def _synchronise(folder: Path) -> None:
+    """Bring all files and folders below `folder` to the disk, so that the rename cannot overtake them."""
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            _synchronise_one(Path(parent) / file)
+        _synchronise_one(Path(parent))
+
+
+def _synchronise_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path, name: str) -> Iterator[None]:
+    from llm_gemma_coreml.bundle.locking import LockedError, exclusive_lock
+
+    try:
+        with exclusive_lock(folder / f"{_LOCK}{name}"):
+            yield
+    except LockedError as error:
+        raise BundleError(
+            f"The bundle {name!r} is being built or removed by process {error.process_id or '(unknown)'}. "
+            "Wait until it has finished, or end it, and try again."
+        ) from error
+
+
+def _tidy_locked(folder: Path, name: str) -> None:
+    """Clear what a killed process left of `name`. The lock is held, so nobody is at work on it."""
+    final, old = folder / name, folder / f"{_OLD}{name}"
+    if old.exists() and not final.exists() and (old / _MANIFEST_FILE).is_file():
+        os.replace(old, final)
+    for prefix in _HIDDEN:
+        _delete(folder / f"{prefix}{name}")
+
+
+def _tidy(folder: Path, name: str) -> None:
+    from llm_gemma_coreml.bundle.locking import LockedError, exclusive_lock
+
+    try:
+        with exclusive_lock(folder / f"{_LOCK}{name}"):
+            _tidy_locked(folder, name)
+    except (LockedError, OSError):
+        return  # at work, or not ours to write: leave it
+
+
+def _tidy_others(folder: Path, name: str) -> None:
+    for entry in list(os.scandir(folder)):
+        for prefix in _HIDDEN:
+            other = entry.name.removeprefix(prefix)
+            if entry.name.startswith(prefix) and other != name:
+                _tidy(folder, other)
+
+
+def require_free_space(path: Path, needed: int) -> None:
+    """Raise BundleError if the disk of `path` (which need not exist) has less than `needed` bytes free."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise BundleError(
+            f"{path} needs {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free. "
+            "Free some space and try again."
+        )
