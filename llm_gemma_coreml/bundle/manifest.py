@@ -192,8 +192,8 @@ def _parse(text: str | bytes) -> Any:
 def load_manifest(bundle_path: Path) -> Manifest:
     """Read and check `bundle.json` of the bundle in that folder, and that its files are there.
 
-    Every listed file must lie inside the folder (links followed) and have the listed size; contents are compared
-    by checksums.verify_files. Raises BundleError.
+    Every listed file must lie inside the folder (links followed) and have the listed size; contents are
+    compared by checksums.verify_files. Raises BundleError.
     """
     path = bundle_path / MANIFEST_FILE
     try:

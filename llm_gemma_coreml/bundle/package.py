@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llm_gemma_coreml.bundle.program import Function
+from llm_gemma_coreml.bundle.program import Function, TensorType
 from llm_gemma_coreml.bundle.weights import WeightFile
 from llm_gemma_coreml.errors import PackageError
 
@@ -50,7 +50,8 @@ class Package:
         self.specification_path = specification_path
         self.specification_digest = specification_digest
         """SHA-256 (hex) of the specification file."""
-        self.functions: Mapping[str, Function] = _LazyFunctions(self, model.mlProgram.functions)
+        self._messages = model.mlProgram.functions
+        self.functions: Mapping[str, Function] = _LazyFunctions(self, self._messages)
         self.default_function: str = _default_function(path, model)
         self._weight_files: dict[str, WeightFile] = {}
 
@@ -60,6 +61,29 @@ class Package:
         if not folder.is_dir():
             return ()
         return tuple(_inside(self.path, entry) for entry in sorted(folder.iterdir()))
+
+    def declared_states(self, function: str) -> dict[str, TensorType]:
+        """States that the function declares, found without reading its operations."""
+        from llm_gemma_coreml.bundle.specification import read_states
+
+        if function not in self._messages:
+            raise PackageError(f"{self.path} has no function {function!r}.")
+        try:
+            return read_states(self._messages[function])
+        except PackageError as error:
+            raise PackageError(f"{self.path}: function {function!r} cannot be used: {error}") from error
+
+    def states(self) -> dict[str, TensorType]:
+        """The states shared by all functions. Raises PackageError if two functions declare different ones."""
+        first, *others = self.functions
+        shared = self.declared_states(first)
+        for function in others:
+            if self.declared_states(function) != shared:
+                raise PackageError(
+                    f"{self.path}: functions {first!r} and {function!r} declare different states, so they cannot "
+                    "share one. Convert the model again."
+                )
+        return shared
 
     def fingerprint(self) -> str:
         """A cheap key for caches (hex): changes with the specification and a weight file's size or time."""

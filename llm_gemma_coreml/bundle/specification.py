@@ -181,19 +181,29 @@ def _select_block(message: Any) -> Any:
     raise PackageError(f"it has no block for its opset {message.opset!r}")
 
 
+def read_states(message: Any) -> dict[str, TensorType]:
+    """The states that a Function message declares, with fully known shapes."""
+    states = {
+        value.name: read_tensor_type(value.type)
+        for value in message.inputs
+        if value.type.WhichOneof("type") == "stateType"
+    }
+    for state, type in states.items():
+        if any(size < 1 for size in type.shape):
+            raise PackageError(f"its state {state!r} has the shape {list(type.shape)}")
+    return states
+
+
 def read_function(name: str, message: Any, open_weight_file: OpenWeightFile) -> Function:
     """Function of a Function message. Raises PackageError that starts with the function's name."""
     try:
         reader = _BlockReader(set(), open_weight_file)
+        states = read_states(message)
         inputs: dict[str, TensorType] = {}
-        states: dict[str, TensorType] = {}
         for value in message.inputs:
             reader._define(value.name)
-            group = states if value.type.WhichOneof("type") == "stateType" else inputs
-            group[value.name] = read_tensor_type(value.type)
-        for state, type in states.items():
-            if any(size < 0 for size in type.shape):
-                raise PackageError(f"its state {state!r} has the unknown shape {list(type.shape)}")
+            if value.name not in states:
+                inputs[value.name] = read_tensor_type(value.type)
         outputs = reader.read(_select_block(message))
     except PackageError as error:
         raise PackageError(f"function {name!r} cannot be used: {error}") from error

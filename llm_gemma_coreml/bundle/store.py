@@ -112,8 +112,8 @@ def remove_bundle(name: str, folder: Path | None = None) -> None:
 def bundle_writer(name: str, replace: bool = False, folder: Path | None = None) -> Iterator[Path]:
     """Build a bundle: yields an empty hidden folder that becomes the bundle `name` when the block ends well.
 
-    The content must be a valid bundle then (load_manifest). If the block raises, or the process is killed at any
-    moment, nothing new is to be seen; leftovers are cleared by the next writer. With `replace`, an older
+    The content must be a valid bundle then (load_manifest). If the block raises, or the process is killed at
+    any moment, nothing new is to be seen; leftovers are cleared by the next writer. With `replace`, an older
     bundle stays in use until the new one is whole. Raises BundleError if the bundle exists (without
     `replace`), if another process is building it, or if the disk is full.
     """
@@ -142,7 +142,7 @@ def bundle_writer(name: str, replace: bool = False, folder: Path | None = None) 
 
 
 def _disk_is_full(error: Exception, folder: Path) -> bool:
-    """Libraries report a full disk in their own ways (numpy without an errno), so the space left counts too."""
+    """Libraries report a full disk in their own ways (numpy without errno), so the space left counts too."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
     return shutil.disk_usage(folder).free < _NEARLY_FULL
