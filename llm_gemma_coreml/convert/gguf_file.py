@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -40,13 +41,20 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A memory-mapped GGUF file whose structure has been checked. Raises SourceError naming file and fault."""
+    """A memory-mapped GGUF file whose structure has been checked. Raises SourceError naming file and fault.
 
-    def __init__(self, path: Path) -> None:
+    content: the file's bytes where they are in memory already; `path` then only names it.
+    """
+
+    def __init__(self, path: Path, content: bytearray | None = None) -> None:
         self.path = path
+        self._map: mmap.mmap | bytearray
         try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if content is not None:
+                self._map = content
+            else:
+                with path.open("rb") as file:
+                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise SourceError(f"{path}: cannot be read ({error}).") from error
         self._at = 0
@@ -59,13 +67,15 @@ class GGUFFile:
             raise self._fault(f"unreadable ({error})") from error
 
     def close(self) -> None:
-        """Unmap the file."""
-        self._map.close()
+        """Let go of the file; its tensors cannot be read any more."""
+        if isinstance(self._map, mmap.mmap):
+            with suppress(BufferError):  # a view of a tensor is still in use and keeps the map
+                self._map.close()
+        self._map = bytearray()
 
     def data(self, tensor: GGUFTensor) -> NDArray[np.uint8]:
         """The tensor's bytes [rows, bytes per row], a read-only view of the file."""
         rows = prod(tensor.shape[:-1])
-        # A copy-free view would keep the map open; callers copy what they keep.
         return np.frombuffer(self._map, np.uint8, tensor.size, tensor.offset).reshape(rows, -1)
 
     def _fault(self, what: str) -> SourceError:

@@ -53,8 +53,8 @@ _INSTRUCT_SAMPLING = {"temperature": 1.0, "top_k": 64.0, "top_p": 0.95}
 class GGUFSource:
     """A GGUF file as a `Source`. All quantisation types that the gguf package dequantises are read."""
 
-    def __init__(self, path: Path, sha256: str | None = None) -> None:
-        """sha256: the file's, if it is known already."""
+    def __init__(self, path: Path, sha256: str | None = None, content: bytearray | None = None) -> None:
+        """sha256: the file's, if it is known already. content: its bytes, if they are in memory already."""
         try:
             import gguf  # noqa: F401
         except ImportError as error:
@@ -63,7 +63,7 @@ class GGUFSource:
             ) from error
         self.path = path
         self._sha256 = sha256
-        self._file = GGUFFile(path)
+        self._file = GGUFFile(path, content)
         metadata = _Metadata(path, self._file.metadata)
         unknown = []
         self._tensors: dict[str, GGUFTensor] = {}

@@ -84,6 +84,47 @@ def quantised_tensor(
     return Quantised(values, scales, bits)
 
 
+def exact_int4(weight: NDArray[np.float32], dtype: str) -> Quantised | None:
+    """int4 blocks that give `weight` [N, K] back exactly when rounded to `dtype`, or None if there are none.
+
+    That is how a q4_0 quantisation-aware checkpoint is recognised: in each block the value of largest magnitude is
+    -8 times an fp16 scale, and all others are whole multiples of it, rounded to the checkpoint's dtype ("BF16",
+    "F16", "F32"). The rounding may hide the scale's last bits, so the fp16 numbers around the first guess are tried.
+    """
+    rows, columns = weight.shape
+    blocks = weight.reshape(-1, BLOCK)
+    with np.errstate(over="ignore"):
+        guess = _plain_scales(blocks[None], 4)[0]
+    scales, done = guess.copy(), np.zeros(len(blocks), bool)
+    steps = range(9) if dtype == "BF16" else range(2)
+    for step in (signed for size in steps for signed in {size, -size}):
+        left = np.flatnonzero(~done)
+        if not len(left):
+            break
+        if step and len(left) == len(blocks):
+            return None  # no block at all is on the grid: do not search for the rest
+        with np.errstate(over="ignore"):
+            trial = (guess[left].view(np.int16) + np.int16(step)).view(np.float16)
+        values = _round(blocks[None, left], trial[None], 4)[0]
+        again = _as_stored(values * trial.astype(np.float32)[:, None], dtype)
+        good = (again == blocks[left]).all(axis=1) & np.isfinite(trial)
+        scales[left[good]] = trial[good]
+        done[left[good]] = True
+    if not done.all():
+        return None
+    values = _round(blocks[None], scales[None], 4)[0]
+    return Quantised(values.reshape(rows, columns), scales.reshape(rows, -1), 4)
+
+
+def _as_stored(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    if dtype == "F16":
+        return values.astype(np.float16).astype(np.float32)
+    if dtype == "BF16":
+        bits = values.view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return values
+
+
 def _check(weight: NDArray[np.float32], bits: int, name: str) -> None:
     if bits not in _LIMITS:
         raise SourceError(f"{name}: {bits} bits are not supported; use 8 or 4.")
@@ -99,7 +140,7 @@ def _plain_scales(blocks: NDArray[np.float32], bits: int) -> NDArray[np.float16]
     else:
         # The value of largest magnitude goes to -8, the longer end; the scale takes its sign.
         scale = np.where(-smallest >= largest, smallest, largest) / low
-    return scale.astype(np.float16)
+    return np.asarray(scale, np.float16)
 
 
 def _round(blocks: NDArray[np.float32], scales: NDArray[np.float16], bits: int) -> NDArray[np.int8]:

@@ -15,6 +15,13 @@ SPACE = "\u2581"
 _MAX_PIECES = 1 << 21
 
 
+def _schema() -> Any:
+    """The generated classes of SentencePiece's model format (they are made at run time, so they have no types)."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    return sentencepiece_model_pb2
+
+
 class PieceKind(IntEnum):
     """SentencePiece's types of pieces; GGUF uses the same numbers."""
 
@@ -38,10 +45,47 @@ class Piece:
 # Markup that Gemma's vocabulary holds as whole pieces and that ordinary text may use. Every other piece that is
 # not a normal one is a marker (turns, images, tools): text must never become one of those.
 _MARKUP_NAMES = frozenset(
-    ["table", "caption", "thead", "tbody", "tfoot", "tr", "th", "td", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "strong", "em", "b", "i", "u", "s", "sub", "sup", "code", "a", "html", "body", "img", "span", "bbox", "ul", "li", "div", "iframe", "footer"]
+    [
+        "table",
+        "caption",
+        "thead",
+        "tbody",
+        "tfoot",
+        "tr",
+        "th",
+        "td",
+        "h1",
+        "h2",
+        "h3",
+        "h4",
+        "h5",
+        "h6",
+        "blockquote",
+        "strong",
+        "em",
+        "b",
+        "i",
+        "u",
+        "s",
+        "sub",
+        "sup",
+        "code",
+        "a",
+        "html",
+        "body",
+        "img",
+        "span",
+        "bbox",
+        "ul",
+        "li",
+        "div",
+        "iframe",
+        "footer",
+    ]
 )
 _MARKUP = re.compile(r"</?([a-z][a-z0-9]*)>")
 _BLANK = re.compile(f"(?:\n+|\t+|\r+|[ {SPACE}]+)")
+_IMAGE_PLACEHOLDER = "<image_soft_token>"
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -71,7 +115,8 @@ def from_gguf(tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[in
 def from_sentencepiece(model: bytes, where: str) -> bytes:
     """The same SentencePiece model with its marker pieces made control pieces."""
     from google.protobuf.message import DecodeError
-    from sentencepiece import sentencepiece_model_pb2 as schema
+
+    schema = _schema()
 
     proto = schema.ModelProto()
     try:
@@ -85,7 +130,10 @@ def from_sentencepiece(model: bytes, where: str) -> bytes:
 
 
 def from_tokenizer_json(text: str, where: str) -> bytes:
-    """Serialised SentencePiece model equivalent to a Gemma `tokenizer.json` (BPE with byte fallback)."""
+    """Serialised SentencePiece model equivalent to a Gemma `tokenizer.json` (BPE with byte fallback).
+
+    The image placeholder that Gemma 3 adds behind its vocabulary is left out.
+    """
     try:
         document = json.loads(text)
         model = document["model"]
@@ -99,6 +147,8 @@ def from_tokenizer_json(text: str, where: str) -> bytes:
         by_id.update({number: str(entry["content"]) for number, entry in added.items()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SourceError(f"{where}: not a tokenizer.json that can be read ({error!r}).") from error
+    if by_id.get(len(by_id) - 1) == _IMAGE_PLACEHOLDER:
+        del by_id[len(by_id) - 1]
     if sorted(by_id) != list(range(len(by_id))):
         raise SourceError(f"{where}: token ids have gaps; the file is incomplete.")
     last = float(len(ranks))
@@ -128,7 +178,7 @@ def build_model(pieces: Sequence[Piece], where: str) -> bytes:
     Pieces that only markers may produce become control pieces, so that encoding text never yields them.
     Raises SourceError if `<unk>`, `<bos>` or `<eos>` is missing or a piece occurs twice.
     """
-    from sentencepiece import sentencepiece_model_pb2 as schema
+    schema = _schema()
 
     if not 0 < len(pieces) <= _MAX_PIECES:
         raise SourceError(f"{where}: a vocabulary of {len(pieces)} pieces cannot be used.")
@@ -174,9 +224,16 @@ def _text_and_kind(piece: Piece) -> tuple[str, int]:
     return piece.text, int(piece.kind)
 
 
+def piece_count(model: bytes) -> int:
+    """Number of pieces of a serialised SentencePiece model."""
+    proto = _schema().ModelProto()
+    proto.ParseFromString(model)
+    return len(proto.pieces)
+
+
 def piece_ids(model: bytes) -> dict[str, int]:
     """Id of every piece of a serialised SentencePiece model, by its text."""
-    from sentencepiece import sentencepiece_model_pb2 as schema
+    schema = _schema()
 
     proto = schema.ModelProto()
     proto.ParseFromString(model)
