@@ -1,0 +1,141 @@
+"""Messages to prompts, and replies to events, by the rules of one bundle's template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_gemma_coreml.bundle.manifest import Manifest, load_manifest
+from llm_gemma_coreml.chat import gemma3, gemma4, transcript
+from llm_gemma_coreml.chat.messages import Message, Tool
+from llm_gemma_coreml.chat.prompt import Prompt
+from llm_gemma_coreml.chat.reply_parser import ReplyParser
+from llm_gemma_coreml.chat.template import ChatTemplate, Placeholders
+from llm_gemma_coreml.chat.tokenizer import Tokenizer
+from llm_gemma_coreml.chat.turns import require_messages
+from llm_gemma_coreml.errors import BundleError
+
+__all__ = ["Chat", "Prompt", "ReplyParser"]
+
+_KINDS = {"transcript": transcript, "gemma3": gemma3, "gemma4": gemma4}
+_STOP_NAMES = {
+    "transcript": ("<eos>", "<end_of_turn>"),
+    "gemma3": ("<eos>", "<end_of_turn>"),
+    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
+}
+
+
+class Chat:
+    """The chat of one bundle. Reads bundle.json, tokenizer and template; raises BundleError for a bad one.
+
+    Safe to use from several threads; the parsers and constraints that it makes belong to one reply each.
+    """
+
+    def __init__(self, bundle_path: str | Path, manifest: Manifest | None = None) -> None:
+        folder = Path(bundle_path)
+        self.manifest = manifest or load_manifest(folder)
+        kind = self.manifest.template_kind
+        if kind not in _KINDS:
+            raise BundleError(
+                f"{folder}: unknown template kind {kind!r}. Use a newer version of this package."
+            )
+        self.kind = kind
+        self.tokenizer = Tokenizer(folder / self.manifest.tokenizer)
+        self._template = ChatTemplate.read(folder / self.manifest.chat_template, self.tokenizer)
+        names = _STOP_NAMES[kind]
+        found = {token for name in names if (token := self.tokenizer.find_control(name)) is not None}
+        self.stop_ids = frozenset(self.manifest.stop_ids) | found
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
+        thinking: bool = False,
+        schema: object | None = None,
+    ) -> Prompt:
+        """The prompt that asks for the next assistant message.
+
+        tool_choice: "auto", "any" (some tool must be called), "none", or the name of a tool that must be called.
+        schema: a JSON schema that the reply must satisfy. Raises RequestError for what cannot be asked.
+        """
+        require_messages(messages)
+        tools = () if tool_choice == "none" else tuple(tools)
+        placeholders = Placeholders()
+        ids = self._template.token_ids(
+            placeholders, self._context(placeholders, messages, tools, thinking, schema)
+        )
+        return Prompt(
+            token_ids=tuple(ids),
+            stop_ids=self.stop_ids,
+            stop_strings=_KINDS[self.kind].STOP_STRINGS,
+            starts_in_reasoning=self._ends_in_reasoning(ids),
+            tools=tools,
+            schema=schema,
+        )
+
+    def prompt_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        thinking: bool = False,
+        schema: object | None = None,
+    ) -> str:
+        """The prompt as text, for people."""
+        require_messages(messages)
+        placeholders = Placeholders()
+        return self._template.text(
+            placeholders, self._context(placeholders, messages, tools, thinking, schema)
+        )
+
+    def count_tokens(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> int:
+        """Tokens of the prompt for these messages, tool declarations and `<bos>` included."""
+        return len(self.prompt(messages, tools=tools).token_ids)
+
+    def reply_parser(self, prompt: Prompt, stop: Sequence[str] = ()) -> ReplyParser:
+        """A parser for the reply to `prompt`; stop: strings that end the visible text."""
+        return ReplyParser(self.tokenizer, prompt, stop, trim=self.kind == "transcript")
+
+    def stop_check(self, prompt: Prompt, stop: Sequence[str] = ()) -> Callable[[int], bool] | None:
+        """For the engine: True at the token that completes a stop string; None if there are no stop strings."""
+        if not stop and not prompt.stop_strings:
+            return None
+        parser = self.reply_parser(prompt, stop)
+
+        def check(token: int) -> bool:
+            parser.feed((token,))
+            return parser.stopped
+
+        return check
+
+    def _context(
+        self,
+        placeholders: Placeholders,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        thinking: bool,
+        schema: object | None,
+    ) -> dict[str, Any]:
+        if self.kind == "gemma4":
+            context = gemma4.context(placeholders, messages, tools, thinking, schema)
+        else:
+            context = _KINDS[self.kind].context(placeholders, messages, tools, schema)
+        return {"bos_token": "<bos>", "eos_token": "<eos>", **context}
+
+    def _ends_in_reasoning(self, ids: Sequence[int]) -> bool:
+        opening = self.tokenizer.find_control("<|channel>")
+        if opening is None:
+            return False
+        others = {
+            self.tokenizer.find_control(name)
+            for name in ("<channel|>", "<|turn>", "<turn|>", "<|tool_call>", "<|tool_response>")
+        }
+        for token in reversed(ids):
+            if token == opening:
+                return True
+            if token in others:
+                return False
+        return False

@@ -1,0 +1,78 @@
+"""The visible text of a reply as it streams: stop strings, white space at the borders, calls written as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llm_gemma_coreml.chat.stop_strings import StopStrings
+
+
+class TextOutput:
+    """Takes decoded text, gives the text to show.
+
+    With `trim`, white space at both ends is dropped; otherwise only what `before_call` and `strip_start` drop.
+    With `call_beginnings`, a reply that begins with one of them is kept back whole: `kept` has it at the end.
+    """
+
+    def __init__(self, stop: Sequence[str], trim: bool, call_beginnings: Sequence[str] = ()) -> None:
+        self._stops = StopStrings(stop)
+        self._trim = trim
+        self._beginnings = tuple(call_beginnings)
+        self._started = not self._beginnings
+        self._at_start = trim
+        self._waiting = ""
+        """Text that is not yet shown: white space that may turn out to be the end, or what may begin a call."""
+        self.keeping = False
+        """True while the reply is kept back because it looks like a call."""
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string has been seen."""
+        return self._stops.stopped
+
+    def strip_start(self) -> None:
+        """Drop white space up to the next visible character."""
+        self._at_start = True
+
+    def feed(self, text: str) -> str:
+        """Add text; returns what can be shown now."""
+        return self._show(self._stops.feed(text))
+
+    def before_call(self) -> str:
+        """What is left before a call: white space at the end is dropped."""
+        text = self._show(self._stops.flush())
+        rest, self._waiting = self._waiting.rstrip(), ""
+        self._started, self.keeping = True, False
+        return text + rest
+
+    def finish(self) -> tuple[str, str]:
+        """What is left at the end: (text to show, kept text that looks like a call)."""
+        text = self._show(self._stops.flush())
+        rest, self._waiting = self._waiting, ""
+        if self.keeping:
+            return text, rest
+        return text + (rest.rstrip() if self._trim else rest), ""
+
+    def _show(self, text: str) -> str:
+        if self._at_start:
+            text = text.lstrip()
+            if not text:
+                return ""
+            self._at_start = False
+        text = self._waiting + text
+        if not self._started:
+            return self._begin(text)
+        shown = text.rstrip()
+        self._waiting = text[len(shown) :]
+        return shown
+
+    def _begin(self, text: str) -> str:
+        beginning = text.lstrip()
+        self._waiting = text
+        if self.keeping or any(beginning.startswith(start) for start in self._beginnings):
+            self.keeping = True
+            return ""
+        if not beginning or any(start.startswith(beginning) for start in self._beginnings):
+            return ""
+        self._started, self._waiting = True, ""
+        return self._show(text)
