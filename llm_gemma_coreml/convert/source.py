@@ -34,7 +34,7 @@ class ModelConfig:
     """"gemma3" or "gemma4"."""
     name: str
     vocabulary_size: int
-    """Rows of the embedding that correspond to tokenizer pieces (padding rows of a checkpoint are left out)."""
+    """Rows of the embedding that stand for tokenizer pieces (padding rows are left out)."""
     hidden_size: int
     intermediate_size: int
     layer_types: tuple[str, ...]
@@ -52,7 +52,7 @@ class ModelConfig:
     rope_scaling_full: float
     """Divides the position in full layers (Gemma 3 4B and larger: 8.0)."""
     live_frequencies_full: int
-    """Rotary frequencies of full layers that are not zero; head_dim_full / 2 unless the rotation is partial."""
+    """Rotary frequencies of full layers that are not zero; half the head dimension, or less if partial."""
     query_scale: float
     """Factor on the attention scores."""
     final_softcap: float | None
@@ -97,8 +97,8 @@ class Source(Protocol):
 
     Canonical names: "embedding" [vocabulary, hidden], "final_norm" [hidden] and, for each layer i,
     "layers.{i}.q|k|v|o|gate|up|down" [out, in] and "layers.{i}.input_norm|post_attention_norm|
-    pre_feedforward_norm|post_feedforward_norm|q_norm|k_norm" (1-D); Gemma 4 adds "layers.{i}.layer_scalar" [1].
-    The head is tied to the embedding.
+    pre_feedforward_norm|post_feedforward_norm|q_norm|k_norm" (1-D); Gemma 4 adds "layers.{i}.layer_scalar"
+    [1]. The head is tied to the embedding.
     """
 
     config: ModelConfig
@@ -123,13 +123,13 @@ class Source(Protocol):
         """
 
     def tokenizer_model(self) -> bytes:
-        """The SentencePiece model (serialised proto) that makes text exactly the tokens the model was trained on."""
+        """The SentencePiece model (serialised proto) that gives the tokens the model was trained on."""
 
     def close(self) -> None: ...
 
 
 def open_source(path: str | Path) -> Source:
-    """Open a GGUF file or a directory of safetensors. Raises SourceError if it cannot be read or is unsupported."""
+    """Open a GGUF file or a directory of safetensors. Raises SourceError if it cannot be used."""
     path = Path(path)
     if path.is_dir():
         from llm_gemma_coreml.convert.safetensors_source import SafetensorsSource
@@ -180,7 +180,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def check_tensors(
     path: Path, config: ModelConfig, found: Mapping[str, tuple[int, ...]], unknown: list[str]
 ) -> None:
-    """Raise SourceError naming the tensors that are missing, unknown or of another shape than the configuration says.
+    """Raise SourceError naming the tensors that are missing, unknown or of another shape than configured.
 
     `found` maps canonical names to shapes; `unknown` holds the file's names that have no canonical name.
     """
@@ -192,7 +192,7 @@ def check_tensors(
     if extra:
         raise SourceError(
             f"{path}: {_listed('tensor', extra)} not part of a {config.family} text model with "
-            f"{config.layers} layers. The configuration disagrees with the weights, or the model is not supported."
+            f"{config.layers} layers. The configuration disagrees with the weights, or the model is unsupported."
         )
     for name, shape in expected.items():
         have = found[name]
@@ -207,8 +207,8 @@ def check_tensors(
 def check_config(path: Path, config: ModelConfig) -> None:
     """Raise SourceError for sizes that no Gemma has, before anything is allocated by them."""
     positive = (
-        "vocabulary_size", "hidden_size", "intermediate_size", "query_heads", "kv_heads_sliding", "kv_heads_full",
-        "head_dim_sliding", "head_dim_full", "sliding_window", "context_length",
+        "vocabulary_size", "hidden_size", "intermediate_size", "query_heads", "kv_heads_sliding",
+        "kv_heads_full", "head_dim_sliding", "head_dim_full", "sliding_window", "context_length",
     )  # fmt: skip
     for name in positive:
         if not 0 < getattr(config, name) <= 1 << 24:
@@ -232,8 +232,8 @@ def check_config(path: Path, config: ModelConfig) -> None:
             )
     if config.hidden_size % 32 or config.intermediate_size % 32 or config.head_dim_sliding % 2:
         raise SourceError(
-            f"{path}: hidden size {config.hidden_size} and intermediate size {config.intermediate_size} must be "
-            "multiples of 32 (the quantisation block)."
+            f"{path}: hidden size {config.hidden_size} and intermediate size {config.intermediate_size} must "
+            "be multiples of 32 (the quantisation block)."
         )
 
 

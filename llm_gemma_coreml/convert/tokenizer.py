@@ -1,4 +1,4 @@
-"""The bundle's tokenizer: a SentencePiece model rebuilt from what a checkpoint offers, safe against control text."""
+"""The bundle's tokenizer: a SentencePiece model rebuilt from a checkpoint, safe against control text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_PIECES = 1 << 21
 
 
 def _schema() -> Any:
-    """The generated classes of SentencePiece's model format (they are made at run time, so they have no types)."""
+    """The generated classes of SentencePiece's model format (made at run time, so they have no types)."""
     from sentencepiece import sentencepiece_model_pb2
 
     return sentencepiece_model_pb2
@@ -42,8 +42,8 @@ class Piece:
     kind: PieceKind
 
 
-# Markup that Gemma's vocabulary holds as whole pieces and that ordinary text may use. Every other piece that is
-# not a normal one is a marker (turns, images, tools): text must never become one of those.
+# Markup that Gemma's vocabulary holds as whole pieces and that ordinary text may use. Every other piece that
+# is not a normal one is a marker (turns, images, tools): text must never become one of those.
 _MARKUP_NAMES = frozenset(
     [
         "table",
@@ -90,7 +90,7 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def is_text_piece(text: str) -> bool:
-    """Whether a piece that is matched as a whole may come from ordinary text: runs of blanks and HTML tags."""
+    """Whether a piece that is matched as a whole may come from text: runs of blanks and HTML tags."""
     markup = _MARKUP.fullmatch(text)
     return bool(_BLANK.fullmatch(text)) or bool(markup and markup.group(1) in _MARKUP_NAMES)
 
