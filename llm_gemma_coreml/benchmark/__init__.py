@@ -1,0 +1,1 @@
+"""Measures a bundle's speed and memory, alone or against llama.cpp."""

@@ -1,0 +1,113 @@
+"""From an llm prompt to an engine request, and from the engine's tokens to what `execute` yields."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm_gemma_coreml import loaded, translate
+from llm_gemma_coreml.chat.messages import WarningEvent
+from llm_gemma_coreml.engine.request import GenerationRequest, GenerationStatistics
+from llm_gemma_coreml.errors import RequestError
+from llm_gemma_coreml.options import GemmaOptions, sampling_parameters, speculation
+
+if TYPE_CHECKING:
+    import llm
+
+    from llm_gemma_coreml.chat.chat import ReplyParser
+    from llm_gemma_coreml.engine.engine import Engine
+
+_logger = logging.getLogger(__name__)
+TRANSCRIPT_MAX_TOKENS = 1024
+"""Base models do not know when to end: without max_tokens they are cut off here."""
+
+
+@dataclass
+class Turn:
+    """One answer in the making."""
+
+    engine: Engine
+    request: GenerationRequest
+    model_name: str
+    parser: ReplyParser
+    schema: dict[Any, Any] | None
+    warnings: list[str] = field(default_factory=list)
+
+    def parts(self, token_ids: Sequence[int], response: Any) -> Iterator[translate.Reply]:
+        """What to yield for these tokens."""
+        return self._parts(self.parser.feed(token_ids), response)
+
+    def last_parts(self, statistics: GenerationStatistics, response: Any) -> Iterator[translate.Reply]:
+        """What to yield when the tokens have ended.
+
+        Raises RequestError if the answer was to be JSON and is not all there.
+        """
+        cut_off = statistics.finish_reason in ("length", "cancelled")
+        yield from self._parts(self.parser.finish(complete=not cut_off), response)
+        if self.schema is not None and statistics.finish_reason == "length":
+            raise RequestError(
+                f"The answer was cut off after {statistics.output_tokens} tokens, before its JSON was "
+                "complete. Raise max_tokens (-o max_tokens N) or ask for less."
+            )
+
+    def report(self, statistics: GenerationStatistics, response: Any) -> None:
+        """Usage, resolved model and details, as llm shows and logs them."""
+        self._warn(statistics.warnings)
+        details = statistics.as_dict()
+        response.set_usage(
+            input=statistics.prompt_tokens, output=statistics.output_tokens, details=details
+        )
+        response.set_resolved_model(self.model_name)
+        response.response_json = {
+            "finish_reason": statistics.finish_reason,
+            "stop_id": statistics.stop_id,
+            "statistics": details,
+            "warnings": list(self.warnings),
+        }
+
+    def _parts(self, events: Sequence[Any], response: Any) -> Iterator[translate.Reply]:
+        self._warn([event.message for event in events if isinstance(event, WarningEvent)])
+        return translate.reply_parts(events, response)
+
+    def _warn(self, messages: Sequence[str]) -> None:
+        """Without any set-up the logging module writes warnings to stderr, which is where they belong."""
+        for message in messages:
+            self.warnings.append(message)
+            _logger.warning("%s", message)
+
+
+def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
+    """Open the bundle if need be and turn the prompt into a request.
+
+    Raises GemmaCoreMLError. Slow the first time; does not wait for other answers.
+    """
+    options = prompt.options
+    assert isinstance(options, GemmaOptions)
+    opened = loaded.load(bundle, options.context)
+    manifest = opened.chat.manifest
+    schema = translate.wanted_schema(prompt, conversation)
+    tools = translate.neutral_tools(prompt)
+    rendered = opened.chat.prompt(
+        translate.neutral_messages(prompt),
+        tools=tools,
+        thinking=bool(getattr(options, "thinking", None)),
+        schema=schema,
+    )
+    stops = options.stop if isinstance(options.stop, list) else []
+    max_tokens = options.max_tokens
+    if max_tokens is None and manifest.template_kind == "transcript":
+        max_tokens = TRANSCRIPT_MAX_TOKENS
+    parser = opened.chat.reply_parser(rendered, stop=stops)
+    request = GenerationRequest(
+        token_ids=rendered.token_ids,
+        max_tokens=max_tokens,
+        stop_ids=rendered.stop_ids,
+        sampling=sampling_parameters(options, manifest.sampling_defaults),
+        speculate=speculation(options),
+        constraint=rendered.constraint,
+        stop_check=opened.chat.stop_check(rendered, stop=stops),
+    )
+    return Turn(opened.engine, request, manifest.name, parser, schema)
