@@ -11,6 +11,7 @@ from llm_gemma_coreml.bundle.package import Package, open_package
 from llm_gemma_coreml.bundle.program import TensorType
 from llm_gemma_coreml.errors import PackageError
 
+_REMEDY = "Convert the model again."
 _STATE_ITEM_BYTES = 2
 _BLOB_OVERHEAD_BYTES = 128
 """A blob's header and at most as much padding."""
@@ -22,9 +23,9 @@ _UNSHARED_BYTES = 16384
 def check_packages(manifest: Manifest, bundle_path: Path) -> None:
     """Check every package of a bundle of ours against the manifest.
 
-    All functions declare the same states with the manifest's shapes; a function exists for each rung and width;
-    the weights are stored once, shared by all functions, and the size of the weight files shows it. Reads every
-    function, which takes seconds for a large bundle. Raises PackageError.
+    All functions declare the same states with the manifest's shapes; a function exists for each rung and
+    width; the weights are stored once, shared by all functions, and the size of the weight files shows it.
+    Reads every function, which takes seconds for a large bundle. Raises PackageError.
     """
     for entry in manifest.layer_packages:
         package = open_package(bundle_path / entry.path)
@@ -42,7 +43,7 @@ def check_packages(manifest: Manifest, bundle_path: Path) -> None:
 def _check_functions(package: Package, expected: Iterable[str]) -> None:
     missing = [name for name in expected if name not in package.functions]
     if missing:
-        raise PackageError(f"{package.path} lacks the functions {', '.join(missing)}. Convert the model again.")
+        raise PackageError(f"{package.path} lacks the functions {', '.join(missing)}. {_REMEDY}")
 
 
 def _check_states(package: Package, expected: dict[str, TensorType]) -> None:
@@ -51,7 +52,7 @@ def _check_states(package: Package, expected: dict[str, TensorType]) -> None:
         if found.get(name) != expected.get(name):
             raise PackageError(
                 f"{package.path} declares the state {name!r} as {found.get(name)}, the manifest as "
-                f"{expected.get(name)}. Convert the model again."
+                f"{expected.get(name)}. {_REMEDY}"
             )
 
 
@@ -69,13 +70,13 @@ def check_shared_weights(package: Package) -> None:
     if unshared > allowed:
         raise PackageError(
             f"{package.path}: {unshared} of {total} bytes of weights are not shared by all functions. "
-            "Convert the model again."
+            f"{_REMEDY}"
         )
     stored = weight_bytes(package.path)
     if stored > total + allowed + _BLOB_OVERHEAD_BYTES * (len(distinct) + 1):
         raise PackageError(
             f"{package.path}: the weight files have {stored} bytes, the functions use {total}. "
-            "Convert the model again."
+            f"{_REMEDY}"
         )
 
 
@@ -90,7 +91,7 @@ def weight_bytes(package_path: Path) -> int:
 
 
 def cache_bytes(manifest: Manifest) -> tuple[int, int]:
-    """Bytes of K/V: those of the rings (constant), and those that each token of context adds in full layers."""
+    """Bytes of K/V: of the rings (constant), and what each token of context adds in full layers."""
     ring = per_token = 0
     for state in manifest.states:
         heads, rows, head_dim = state.shape
@@ -102,7 +103,7 @@ def cache_bytes(manifest: Manifest) -> tuple[int, int]:
 
 
 def inspect(bundle_path: Path) -> dict[str, Any]:
-    """Facts about the bundle, ready for JSON. Sizes are bytes; contexts, windows and rungs are tokens.
+    """Facts about the bundle, ready for JSON. Sizes are bytes; windows and rungs are tokens.
 
     Reads the manifest and the packages' declarations, no operations. Raises BundleError.
     """

@@ -80,8 +80,8 @@ class Package:
         for function in others:
             if self.declared_states(function) != shared:
                 raise PackageError(
-                    f"{self.path}: functions {first!r} and {function!r} declare different states, so they cannot "
-                    "share one. Convert the model again."
+                    f"{self.path}: functions {first!r} and {function!r} declare different states, so they "
+                    "cannot share one. Convert the model again."
                 )
         return shared
 

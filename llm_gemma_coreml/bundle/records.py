@@ -69,12 +69,12 @@ def _decode_tuple(arguments: tuple[Any, ...], value: object, where: str) -> tupl
 
 def _finite(value: int | float, where: str) -> float:
     try:
-        number = float(value)
+        finite = math.isfinite(value)
     except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+        finite = False
+    if not finite:
         raise RecordError(f"{where} must be a finite number")
-    return number
+    return value  # an int stays one, so that writing gives the same text again
 
 
 def _describe(value: object) -> str:

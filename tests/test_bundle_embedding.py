@@ -1,0 +1,64 @@
+"""Embedding rows from a mapped file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bundle_samples import BLOCK_SIZE, TABLE, TABLE_SCALES, manifest, write_small_files
+
+from llm_gemma_coreml.bundle.embedding import EmbeddingRows
+from llm_gemma_coreml.errors import BundleError, RequestError
+
+
+@pytest.fixture()
+def rows(tmp_path: Path) -> EmbeddingRows:
+    write_small_files(tmp_path)
+    return EmbeddingRows(tmp_path, manifest().embedding)
+
+
+def test_rows_are_the_scaled_values(rows: EmbeddingRows) -> None:
+    ids = [0, 95, 7, 7]
+    found = rows.rows(ids)
+    # In float64 the product of an int8, an fp16 and 8 is exact, and it fits fp32's 24 bits.
+    exact = TABLE.astype(np.float64) * np.repeat(TABLE_SCALES.astype(np.float64), BLOCK_SIZE, axis=1) * 8.0
+    assert found.dtype == np.float32
+    assert np.array_equal(found, exact[ids])
+
+
+def test_no_rows(rows: EmbeddingRows) -> None:
+    assert rows.rows([]).shape == (0, 64)
+
+
+@pytest.mark.parametrize("token", [-1, 96, 2**40])
+def test_ids_out_of_the_table_are_refused(rows: EmbeddingRows, token: int) -> None:
+    with pytest.raises(RequestError, match=f"Token id {token} "):
+        rows.rows([0, token])
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    write_small_files(tmp_path)
+    data = bytearray((tmp_path / "table.bin").read_bytes())
+    data[64 + TABLE.nbytes : 64 + TABLE.nbytes + 2] = np.float16(np.nan).tobytes()
+    (tmp_path / "table.bin").write_bytes(data)
+    rows = EmbeddingRows(tmp_path, manifest().embedding)
+    rows.rows([1])
+    with pytest.raises(BundleError, match="NaN"):
+        rows.rows([1, 0])
+
+
+def test_a_table_longer_than_its_file_is_refused(tmp_path: Path) -> None:
+    write_small_files(tmp_path)
+    for change in ({"scales_offset": 1 << 50}, {"rows": 1 << 40}):
+        with pytest.raises(BundleError, match="the embedding table ends at"):
+            EmbeddingRows(tmp_path, dataclasses.replace(manifest().embedding, **change))
+
+
+def test_a_table_outside_of_the_bundle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bundle").mkdir()
+    write_small_files(tmp_path)
+    table = dataclasses.replace(manifest().embedding, path="../table.bin")
+    with pytest.raises(BundleError, match="leaves the bundle"):
+        EmbeddingRows(tmp_path / "bundle", table)
