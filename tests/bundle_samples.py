@@ -12,6 +12,7 @@ import numpy as np
 from llm_gemma_coreml.bundle.checksums import file_entries
 from llm_gemma_coreml.bundle.manifest import (
     EmbeddingTable,
+    FileEntry,
     LayerPackage,
     Manifest,
     RotaryEmbedding,
@@ -72,7 +73,9 @@ def _quantised_linear(x: Any, values: np.ndarray, scales: np.ndarray, key: str) 
     return mb.cast(x=mb.linear(x=half, weight=weight, bias=bias), dtype="fp32")
 
 
-def layer_function(width: int, state_rows: int = 640, key: str = "layer", layers: tuple[int, ...] = (0, 1)) -> Any:
+def layer_function(
+    width: int, state_rows: int = 640, key: str = "layer", layers: tuple[int, ...] = (0, 1)
+) -> Any:
     """A function with the states of a sliding layer (0) and a full layer (1)."""
     import coremltools as ct
     from coremltools.converters.mil import Builder as mb  # noqa: N813
@@ -87,7 +90,8 @@ def layer_function(width: int, state_rows: int = 640, key: str = "layer", layers
         out = _quantised_linear(function.inputs["hidden"], WEIGHTS, SCALES, key)
         for name in list(inputs)[1:]:
             state = mb.read_state(input=function.inputs[name])
-            written = mb.coreml_update_state(state=function.inputs[name], value=mb.add(x=state, y=np.float16(1)))
+            changed = mb.add(x=state, y=np.float16(1))
+            written = mb.coreml_update_state(state=function.inputs[name], value=changed)
             total = mb.reduce_sum(x=written, axes=[0, 1, 2], keep_dims=False)
             out = mb.add(x=out, y=mb.cast(x=total, dtype="fp32"))
         function.set_outputs([mb.identity(x=out, name="hidden_out")])
@@ -119,14 +123,13 @@ def head_functions() -> dict[str, Any]:
 
 def manifest(name: str = "sample", **changes: Any) -> Manifest:
     """A valid manifest of a two-layer model; its files are only listed, not made."""
-    listed = ("layers.mlpackage/Manifest.json", "head.mlpackage/Manifest.json", "table.bin", "spm.model", "chat.jinja")
+    packages = ("layers.mlpackage/Manifest.json", "head.mlpackage/Manifest.json")
+    listed = (*packages, "table.bin", "spm.model", "chat.jinja")
     states = tuple(
         StateEntry(f"{letter}_{layer}", "layers.mlpackage", layer, kind, (1, rows, HEAD_DIM))
         for layer, kind, rows in ((0, "sliding", RING + 128), (1, "full", RUNGS[-1] + 128))
         for letter in "kv"
     )
-    from llm_gemma_coreml.bundle.manifest import FileEntry
-
     values: dict[str, Any] = {
         "name": name,
         "family": "gemma3",
@@ -166,7 +169,7 @@ def manifest(name: str = "sample", **changes: Any) -> Manifest:
 
 
 def write_small_files(folder: Path) -> None:
-    """The files of the sample bundle beside its packages; the table lies behind 64 bytes of something else."""
+    """The files of the sample bundle beside its packages; the table lies behind 64 other bytes."""
     (folder / "table.bin").write_bytes(b"\0" * 64 + TABLE.tobytes() + TABLE_SCALES.tobytes())
     (folder / "spm.model").write_bytes(b"tokenizer")
     (folder / "chat.jinja").write_text("{{ messages }}", encoding="utf-8")

@@ -13,7 +13,7 @@ from llm_gemma_coreml.bundle.embedding import EmbeddingRows
 from llm_gemma_coreml.errors import BundleError, RequestError
 
 
-@pytest.fixture()
+@pytest.fixture
 def rows(tmp_path: Path) -> EmbeddingRows:
     write_small_files(tmp_path)
     return EmbeddingRows(tmp_path, manifest().embedding)

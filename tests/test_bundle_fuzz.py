@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from llm_gemma_coreml.bundle.package import open_package
 from llm_gemma_coreml.errors import PackageError
 
 pytest.importorskip("coremltools")
-MUTATIONS = 1500
 LARGEST_ALLOCATION = 32 << 20
 INTERESTING = [
     b"\0",
@@ -34,13 +32,13 @@ INTERESTING = [
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    functions = {"one": layer_function(1), "eight": layer_function(8)}
+    functions = {"one": layer_function(1, layers=(0,))}
     return save(functions, tmp_path_factory.mktemp("fuzz") / "fuzz.mlpackage")
 
 
-@pytest.fixture()
-def copy(package: Path, tmp_path: Path) -> Iterator[Path]:
-    yield shutil.copytree(package, tmp_path / "fuzz.mlpackage")
+@pytest.fixture
+def copy(package: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(package, tmp_path / "fuzz.mlpackage")
 
 
 def mutate(content: bytes, source: random.Random) -> bytes:
@@ -79,14 +77,14 @@ def read_everything(path: Path) -> None:
     inspection.check_shared_weights(opened)
 
 
-def survive(package: Path, file: Path, part: slice) -> tuple[int, int]:
+def survive(package: Path, file: Path, part: slice, mutations: int) -> tuple[int, int]:
     """Read the package with many mutations of a part of one file; counts of those read and refused."""
     content = file.read_bytes()
     source = random.Random(20240607)
     read = refused = 0
     tracemalloc.start()
     try:
-        for _ in range(MUTATIONS):
+        for _ in range(mutations):
             changed = content[: part.start] + mutate(content[part], source) + content[part.stop :]
             file.write_bytes(changed)
             try:
@@ -102,27 +100,27 @@ def survive(package: Path, file: Path, part: slice) -> tuple[int, int]:
 
 def test_mutated_specifications(copy: Path) -> None:
     file = copy / "Data/com.apple.CoreML/model.mlmodel"
-    read, refused = survive(copy, file, slice(0, file.stat().st_size))
-    assert refused > MUTATIONS // 4
+    read, refused = survive(copy, file, slice(0, file.stat().st_size), 1200)
+    assert refused > 300
     assert read > 0
 
 
 def test_mutated_weight_files(copy: Path) -> None:
     file = copy / "Data/com.apple.CoreML/weights/weight.bin"
-    read, refused = survive(copy, file, slice(0, file.stat().st_size))
-    assert refused > MUTATIONS // 20
+    read, refused = survive(copy, file, slice(0, file.stat().st_size), 800)
+    assert refused > 40
     assert read > 0
 
 
 def test_mutated_blob_headers(copy: Path) -> None:
     file = copy / "Data/com.apple.CoreML/weights/weight.bin"
-    read, refused = survive(copy, file, slice(0, 128))
-    assert refused > MUTATIONS // 4
+    read, refused = survive(copy, file, slice(0, 128), 800)
+    assert refused > 200
     assert read > 0
 
 
 def test_mutated_manifests(copy: Path) -> None:
     file = copy / "Manifest.json"
-    read, refused = survive(copy, file, slice(0, file.stat().st_size))
-    assert refused > MUTATIONS // 4
+    read, refused = survive(copy, file, slice(0, file.stat().st_size), 800)
+    assert refused > 200
     assert read > 0

@@ -49,7 +49,9 @@ def test_facts(bundle: Path) -> None:
     facts = inspection.inspect(bundle)
     assert json.loads(json.dumps(facts)) == facts
     layers, head = facts["packages"]
-    assert layers["functions"] == sorted(f"context_{rung}_width_{width}" for rung in (256, 512) for width in (1, 8))
+    assert layers["functions"] == sorted(
+        f"context_{rung}_width_{width}" for rung in (256, 512) for width in (1, 8)
+    )
     assert layers["states"] == {
         "k_0": ["float16", 1, 384, 32],
         "v_0": ["float16", 1, 384, 32],
@@ -100,11 +102,17 @@ def _layers(folder: Path, functions: dict[str, Any]) -> Path:
 
 
 def test_functions_with_different_states_are_refused(tmp_path: Path) -> None:
-    functions = {"context_256_width_1": layer_function(1), "context_512_width_1": layer_function(1, state_rows=512)}
+    functions = {
+        "context_256_width_1": layer_function(1),
+        "context_512_width_1": layer_function(1, state_rows=512),
+    }
     package = open_package(_layers(tmp_path, functions))
     with pytest.raises(PackageError, match="declare different states"):
         package.states()
-    functions = {"context_256_width_1": layer_function(1), "context_512_width_1": layer_function(1, layers=(0,))}
+    functions = {
+        "context_256_width_1": layer_function(1),
+        "context_512_width_1": layer_function(1, layers=(0,)),
+    }
     with pytest.raises(PackageError, match="declare different states"):
         open_package(save(functions, tmp_path / "fewer.mlpackage")).states()
 

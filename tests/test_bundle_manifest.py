@@ -128,7 +128,9 @@ def test_layer_packages_must_not_leave_a_gap() -> None:
         dataclasses.replace(manifest(), layer_packages=packages).to_json()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"name": NaN}', "[" * 100_000, b"\xff\xfe", '{"name": 1e999}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"name": NaN}', "[" * 100_000, b"\xff\xfe", '{"name": 1e999}']
+)
 def test_text_that_is_no_manifest(text: str | bytes) -> None:
     with pytest.raises(BundleError):
         Manifest.from_json(text)
@@ -145,10 +147,10 @@ def test_load_checks_the_files(tmp_path: Path) -> None:
     made = write_bundle(tmp_path / "sample")
     assert load_manifest(tmp_path / "sample") == made
     (tmp_path / "sample" / "spm.model").write_bytes(b"longer than before")
-    with pytest.raises(BundleError, match="spm.model has 18 bytes instead of 9"):
+    with pytest.raises(BundleError, match=r"spm\.model has 18 bytes instead of 9"):
         load_manifest(tmp_path / "sample")
     (tmp_path / "sample" / "spm.model").unlink()
-    with pytest.raises(BundleError, match="spm.model is missing"):
+    with pytest.raises(BundleError, match=r"spm\.model is missing"):
         load_manifest(tmp_path / "sample")
 
 

@@ -21,8 +21,15 @@ from llm_gemma_coreml.bundle.weights import WeightFile, unpack
 from llm_gemma_coreml.errors import PackageError
 
 ct = pytest.importorskip("coremltools")
-PACKED = {"int4": (-8, 7), "uint1": (0, 1), "uint2": (0, 3), "uint3": (0, 7), "uint4": (0, 15), "uint6": (0, 63)}
-WHOLE = {"int8": "i1", "uint8": "u1", "int16": "i2", "uint16": "u2", "int32": "i4", "uint32": "u4", "float32": "f4"}
+PACKED = {
+    "int4": (-8, 7),
+    "uint1": (0, 1),
+    "uint2": (0, 3),
+    "uint3": (0, 7),
+    "uint4": (0, 15),
+    "uint6": (0, 63),
+}
+WHOLE = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +57,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         y = mb.add(x=y, y=random.standard_normal((4, 64)).astype(np.float32))
         rows = mb.gather(x=y, indices=random.integers(0, 4, 50).astype(np.int32), axis=0)
         state = mb.read_state(input=function.inputs["memory"])
-        written = mb.coreml_update_state(
-            state=function.inputs["memory"], value=mb.add(x=state, y=random.standard_normal((4, 64)).astype(np.float16))
-        )
+        changed = mb.add(x=state, y=random.standard_normal((4, 64)).astype(np.float16))
+        written = mb.coreml_update_state(state=function.inputs["memory"], value=changed)
         condition = mb.cast(x=mb.squeeze(x=function.inputs["flag"]), dtype="bool")
         chosen = mb.cond(
             pred=condition,
@@ -66,10 +72,12 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(layer_functions(), tmp_path_factory.mktemp("layers") / "layers.mlpackage", "context_256_width_8")
+    return save(
+        layer_functions(), tmp_path_factory.mktemp("layers") / "layers.mlpackage", "context_256_width_8"
+    )
 
 
-@pytest.fixture()
+@pytest.fixture
 def copy(mixed: Path, tmp_path: Path) -> Path:
     """A copy of the mixed package to be damaged."""
     return shutil.copytree(mixed, tmp_path / "copy.mlpackage")
@@ -119,8 +127,8 @@ def test_blobs_decode_as_coremltools_decodes_them(tmp_path: Path, count: int) ->
     for dtype, (low, high) in PACKED.items():
         values = random.integers(low, high + 1, count).astype(np.int8 if low < 0 else np.uint8)
         blobs.append((dtype, getattr(writer, f"write_{dtype}_data")(values)))
-    for dtype, code in WHOLE.items():
-        values = random.integers(0, 100, count).astype(code)
+    for dtype in WHOLE:
+        values = random.integers(0, 100, count).astype(dtype)
         blobs.append((dtype, getattr(writer, f"write_{dtype.replace('float32', 'float')}_data")(values)))
     half = random.standard_normal(count).astype(np.float16)
     blobs.append(("float16", writer.write_fp16_data(half.view(np.uint16))))
@@ -156,7 +164,9 @@ def _all_bound(package: Package) -> dict[str, Constant]:
     found = dict(function.constants)
     for operation in function.operations:
         for argument, values in operation.inputs.items():
-            found |= {f"{operation.name}/{argument}": value for value in values if isinstance(value, Constant)}
+            found |= {
+                f"{operation.name}/{argument}": value for value in values if isinstance(value, Constant)
+            }
     return found
 
 
@@ -263,7 +273,8 @@ def test_unknown_function(mixed: Path) -> None:
 
 def first_blob(model: Any) -> Any:
     for operation in block_of(model).operations:
-        for holder in (*operation.attributes.values(), *(b.value for a in operation.inputs.values() for b in a.arguments)):
+        bound = [item.value for argument in operation.inputs.values() for item in argument.arguments]
+        for holder in (*operation.attributes.values(), *bound):
             if holder.WhichOneof("value") == "blobFileValue":
                 return holder
     raise AssertionError("no blob")
@@ -302,7 +313,8 @@ def _other_dtype(model: Any) -> None:
 
 
 def _other_state(model: Any) -> None:
-    model.mlProgram.functions["main"].inputs[2].type.stateType.wrappedType.tensorType.dimensions[0].unknown.variadic = True
+    wrapped = model.mlProgram.functions["main"].inputs[2].type.stateType.wrappedType
+    wrapped.tensorType.dimensions[0].unknown.variadic = True
 
 
 def _two_opsets(model: Any) -> None:
@@ -401,7 +413,8 @@ def test_a_pipe_is_not_waited_for(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["../../outside", "/etc/passwd", "", "com.apple.CoreML", "com.apple.CoreML\\model.mlmodel", 7, None]
+    "path",
+    ["../../outside", "/etc/passwd", "", "com.apple.CoreML", "com.apple.CoreML\\model.mlmodel", 7, None],
 )
 def test_wrong_paths_in_the_manifest_are_refused(copy: Path, path: Any) -> None:
     manifest = json.loads((copy / "Manifest.json").read_text())
@@ -411,7 +424,9 @@ def test_wrong_paths_in_the_manifest_are_refused(copy: Path, path: Any) -> None:
         open_package(copy)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "[" * 100_000, '{"rootModelIdentifier": {}, "itemInfoEntries": {}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "[" * 100_000, '{"rootModelIdentifier": {}, "itemInfoEntries": {}}']
+)
 def test_wrong_manifests_are_refused(copy: Path, text: str) -> None:
     (copy / "Manifest.json").write_text(text)
     with pytest.raises(PackageError, match=r"Manifest\.json"):

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +20,19 @@ from llm_gemma_coreml.errors import BundleError
 TESTS = Path(__file__).parent
 
 
-@pytest.fixture()
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     return tmp_path / "gemma-coreml"
 
 
-def add(name: str = "sample", replace: bool = False) -> None:
+def add(
+    name: str = "sample", replace: bool = False, then: Callable[[Path], None] = lambda building: None
+) -> None:
+    """Add a bundle; `then` is called with the hidden folder before it is published."""
     with store.bundle_writer(name, replace=replace) as building:
         write_bundle(building, name)
+        then(building)
 
 
 def test_the_folder_follows_the_environment(
@@ -74,16 +78,17 @@ def test_a_damaged_bundle_is_listed_with_its_problem(folder: Path) -> None:
 
 
 def test_nothing_is_left_of_a_failed_build(folder: Path) -> None:
-    with pytest.raises(RuntimeError, match="stop"), store.bundle_writer("sample") as building:
-        write_bundle(building)
+    def stop(building: Path) -> None:
         raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        add(then=stop)
     assert [path.name for path in folder.iterdir()] == [".lock-sample"]
 
 
 def test_an_incomplete_bundle_is_not_published(folder: Path) -> None:
-    with pytest.raises(BundleError, match="chat.jinja is missing"), store.bundle_writer("sample") as building:
-        write_bundle(building)
-        (building / "chat.jinja").unlink()
+    with pytest.raises(BundleError, match=r"chat\.jinja is missing"):
+        add(then=lambda building: (building / "chat.jinja").unlink())
     assert store.find_bundle("sample") is None
 
 
@@ -104,7 +109,7 @@ def test_an_existing_bundle_is_replaced_only_on_request(folder: Path) -> None:
 
 
 def test_a_full_disk_is_one_clear_error(folder: Path) -> None:
-    with pytest.raises(BundleError, match="disk of .* is full"), store.bundle_writer("sample"):
+    with pytest.raises(BundleError, match=r"disk of .* is full"), store.bundle_writer("sample"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert store.list_bundles() == []
 
@@ -152,7 +157,7 @@ with store.bundle_writer("sample", replace=True) as building:
 """
 
 
-@pytest.fixture()
+@pytest.fixture
 def child(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """A place for one child process that is ended after the test."""
     children: list[subprocess.Popen[str]] = []
@@ -167,7 +172,9 @@ def child(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
 def start(point: str) -> subprocess.Popen[str]:
     """A process that builds the bundle and waits at `point`."""
     code = CHILD.format(tests=str(TESTS), point=point)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=TESTS.parent)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=TESTS.parent
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "at the point\n"
     return process

@@ -104,6 +104,7 @@ class Operation:
     inputs: dict[str, tuple[str | Constant, ...]]
     outputs: tuple[tuple[str, TensorType], ...]
     attributes: dict[str, Constant]
+    """Attributes other than the name; rarely any."""
     blocks: tuple[Block, ...] = ()
     """Nested blocks of cond and while_loop."""
 

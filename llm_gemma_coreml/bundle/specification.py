@@ -42,10 +42,9 @@ def read_tensor_type(message: Any) -> TensorType:
     if tensor.rank != len(tensor.dimensions) or tensor.rank > _LARGEST_RANK:
         raise PackageError(f"it has a value of rank {tensor.rank} with {len(tensor.dimensions)} dimensions")
     shape = tuple(
-        dimension.constant.size if dimension.WhichOneof("dimension") == "constant" else -1
-        for dimension in tensor.dimensions
+        [d.constant.size if d.WhichOneof("dimension") == "constant" else -1 for d in tensor.dimensions]
     )
-    if math.prod(max(size, 1) for size in shape) > _LARGEST_COUNT:
+    if shape and math.prod([max(size, 1) for size in shape]) > _LARGEST_COUNT:
         raise PackageError(f"it has a value of impossible shape {list(shape)}")
     return TensorType(dtype, shape)
 
@@ -122,11 +121,14 @@ class _BlockReader:
         self.visible.add(name)
 
     def _read_operation(self, message: Any) -> None:
-        attributes = {
-            key: read_constant(value, self.open_weight_file) for key, value in message.attributes.items()
-        }
         outputs = tuple((output.name, read_tensor_type(output.type)) for output in message.outputs)
-        name = attributes["name"].text() if "name" in attributes else (outputs[0][0] if outputs else "")
+        name = outputs[0][0] if outputs else ""
+        attributes = {}
+        for key, value in message.attributes.items():
+            if key == "name":
+                name = "".join(value.immediateValue.tensor.strings.values)
+            else:
+                attributes[key] = read_constant(value, self.open_weight_file)
         if message.type == "const":
             self._read_const(name, attributes, outputs)
             return
