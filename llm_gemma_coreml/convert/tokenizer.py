@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def from_tokenizer_json(text: str, where: str) -> bytes:
         ranks = _merge_ranks(merges)
         by_id = {int(number): piece for piece, number in vocabulary.items()}
         by_id.update({number: str(entry["content"]) for number, entry in added.items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{where}: not a tokenizer.json that can be read ({error!r}).") from error
     if by_id.get(len(by_id) - 1) == _IMAGE_PLACEHOLDER:
         del by_id[len(by_id) - 1]
@@ -189,9 +190,14 @@ def build_model(pieces: Sequence[Piece], where: str) -> bytes:
     if missing:
         raise SourceError(f"{where}: the vocabulary lacks {', '.join(missing)}; this is no Gemma tokenizer.")
     proto = schema.ModelProto()
-    for piece in pieces:
+    for number, piece in enumerate(pieces):
         entry = proto.pieces.add()
-        entry.piece, entry.type = _text_and_kind(piece)
+        try:
+            entry.piece, entry.type = _text_and_kind(piece)
+        except ValueError as error:  # a lone surrogate
+            raise SourceError(f"{where}: piece {number} is not valid Unicode.") from error
+        if not math.isfinite(piece.score):
+            raise SourceError(f"{where}: piece {number} has the score {piece.score}.")
         entry.score = piece.score
     trainer = proto.trainer_spec
     trainer.model_type = schema.TrainerSpec.BPE
