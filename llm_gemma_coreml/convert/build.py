@@ -1,0 +1,392 @@
+"""From a checkpoint to a bundle on disk: packages, tokenizer, template, licence note and `bundle.json`, all or nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm_gemma_coreml.bundle.checksums import file_entries
+from llm_gemma_coreml.bundle.manifest import (
+    MANIFEST_FILE,
+    EmbeddingTable,
+    LayerPackage,
+    Manifest,
+    RotaryEmbedding,
+    StateEntry,
+)
+from llm_gemma_coreml.bundle.store import bundle_writer, bundles_folder, check_name, require_free_space
+from llm_gemma_coreml.convert.quantise import BLOCK
+from llm_gemma_coreml.convert.source import PROJECTIONS, ModelConfig, Source, expected_shapes, open_source
+from llm_gemma_coreml.convert.weight_table import Importance, WeightTable
+from llm_gemma_coreml.errors import MissingDependencyError, RequestError
+
+if TYPE_CHECKING:
+    from llm_gemma_coreml.convert.packages import Layout
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, how much of it is done, how much there is)."""
+
+COREMLTOOLS_VERSION = "9.0"
+DEFAULT_CONTEXTS = (4096, 32768, 131072)
+DEFAULT_WIDTHS = (1, 2, 4, 8, 128)
+SMALL_MODEL = 1_000_000_000
+"""Models with fewer parameters lose too much with 4 bits."""
+_POSITIONS = 128
+_LARGE_PACKAGE = 12
+_TOKENIZER, _TEMPLATE, _LICENCE = "tokenizer.model", "chat_template.jinja", "LICENCE.txt"
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What the user may choose. Contexts are counts of tokens, widths of rows."""
+
+    bits: int | None = None
+    """8 or 4 bits for the layers' weights, 16 for plain fp16 (tests); None: by size. The embedding has 8."""
+    contexts: Sequence[int] = DEFAULT_CONTEXTS
+    """Rungs; those beyond the model's own context length are cut down to it."""
+    widths: Sequence[int] = DEFAULT_WIDTHS
+    layers_per_package: int | None = None
+    """None: all layers in one package for models under a billion parameters, else 12 in each."""
+    write_form: str = "slice_update"
+    attention_form: str = "explicit"
+    report: bool = False
+    """Measure int8 and int4 against the unquantised model, and put the figures into the bundle's notes."""
+
+
+def build_bundle(
+    source: Source | Path | str,
+    name: str | None = None,
+    bits: int | None = None,
+    contexts: Sequence[int] = DEFAULT_CONTEXTS,
+    widths: Sequence[int] = DEFAULT_WIDTHS,
+    progress: Progress | None = None,
+    report: bool = False,
+    *,
+    folder: Path | None = None,
+    replace: bool = False,
+    layers_per_package: int | None = None,
+    write_form: str = "slice_update",
+    attention_form: str = "explicit",
+) -> Path:
+    """Convert a checkpoint (an open source, which stays open, or a path) and return the new bundle's folder.
+
+    name: default from the checkpoint. folder: where bundles live; default the installed ones. replace: an older bundle
+    of that name gives way once the new one is whole. The other arguments are BuildOptions.
+    Raises SourceError, BundleError (name taken, disk full), RequestError (options), MissingDependencyError.
+    """
+    options = BuildOptions(bits, contexts, widths, layers_per_package, write_form, attention_form, report)
+    if not isinstance(source, (str, Path)):
+        return _build(source, name, options, progress, folder, replace)
+    opened = open_source(source)
+    try:
+        return _build(opened, name, options, progress, folder, replace)
+    finally:
+        opened.close()
+
+
+def build_quickstart(progress: Progress | None = None, folder: Path | None = None) -> Path:
+    """Build the quick-start bundle from the package that the user installed; returns its folder."""
+    from llm_gemma_coreml.convert import quickstart
+
+    read = 0
+
+    def report_read(count: int) -> None:
+        nonlocal read
+        read += count
+        if progress is not None:
+            progress("Reading weights", read, quickstart.SIZE)
+
+    opened = quickstart.open_quickstart(report_read)
+    try:
+        return build_bundle(opened, quickstart.MODEL_NAME, progress=progress, folder=folder)
+    finally:
+        opened.close()
+
+
+def ring_capacity(window: int, widths: Sequence[int]) -> int:
+    """Slots of a sliding layer's ring: whole blocks, so that no call overwrites what one of its rows still sees."""
+    decode = max((width for width in widths if width < _POSITIONS), default=1)
+    return -(-(window + _POSITIONS + decode) // _POSITIONS) * _POSITIONS
+
+
+def parameters(config: ModelConfig) -> int:
+    """Number of weights of the text model; the tied head counts once."""
+    total = 0
+    for shape in expected_shapes(config).values():
+        total += shape[0] * (shape[1] if len(shape) > 1 else 1)
+    return total
+
+
+def _build(
+    source: Source,
+    name: str | None,
+    options: BuildOptions,
+    progress: Progress | None,
+    folder: Path | None,
+    replace: bool,
+) -> Path:
+    _require_coremltools()
+    name = name or source.config.name
+    check_name(name)
+    folder = folder or bundles_folder()
+    bits = _bits(source.config, options.bits)
+    layout = _layout(source.config, options)
+    require_free_space(folder, _estimated_bytes(source.config, bits))
+    tell = progress or (lambda work, done, total: None)
+    with bundle_writer(name, replace=replace, folder=folder) as building:
+        tokenizer = source.tokenizer_model()
+        notes: tuple[str, ...] = ()
+        importance: Importance = {}
+        if bits == 4 and not _on_int4_grid(source):
+            importance = _measure(source, tell)
+        if options.report:
+            notes = _report(source, importance, tell)
+        writing = _Writing(building, source, layout, WeightTable(source, bits, importance), tell)
+        embedding = writing.write_packages()
+        (building / _TOKENIZER).write_bytes(tokenizer)
+        (building / _TEMPLATE).write_text(_chat_template(source), encoding="utf-8")
+        (building / _LICENCE).write_text(_licence_note(source.config), encoding="utf-8")
+        manifest = _manifest(name, source, bits, layout, embedding, building, notes)
+        (building / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+    return folder / name
+
+
+def _require_coremltools() -> None:
+    """Check the version first: its internals are used, and importing it takes seconds."""
+    try:
+        found = metadata.version("coremltools")
+    except metadata.PackageNotFoundError:
+        found = "none"
+    if found.split("+")[0] != COREMLTOOLS_VERSION:
+        raise MissingDependencyError(
+            f"Conversion needs coremltools {COREMLTOOLS_VERSION}, found {found}. Install it with "
+            "pip install 'llm-gemma-coreml[convert]' (Python 3.11 to 3.13)."
+        )
+    # It warns at import about parts that only exist on a Mac, and about versions of PyTorch, which is not used.
+    logging.getLogger("coremltools").setLevel(logging.ERROR)
+    try:
+        import coremltools  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"coremltools cannot be imported ({error}). Reinstall it: pip install 'llm-gemma-coreml[convert]'."
+        ) from error
+
+
+def _bits(config: ModelConfig, bits: int | None) -> int:
+    if bits not in (None, 4, 8, 16):
+        raise RequestError(f"bits is {bits}; choose 8 or 4 (or 16 for plain fp16).")
+    return bits or (8 if parameters(config) < SMALL_MODEL else 4)
+
+
+def _layout(config: ModelConfig, options: BuildOptions) -> Layout:
+    """The checked ladder, widths and package sizes."""
+    from llm_gemma_coreml.convert.emit import ATTENTION_FORMS, WRITE_FORMS
+    from llm_gemma_coreml.convert.packages import Layout
+
+    largest = config.context_length // _POSITIONS * _POSITIONS
+    for context in options.contexts:
+        if context < _POSITIONS or context % _POSITIONS:
+            raise RequestError(f"The context {context} cannot be a rung; use multiples of {_POSITIONS}.")
+    for width in options.widths:
+        if not 1 <= width <= _POSITIONS:
+            raise RequestError(f"The width {width} is not possible; use 1 to {_POSITIONS} rows per call.")
+    if not options.contexts or not options.widths or largest < _POSITIONS:
+        raise RequestError("A bundle needs at least one context and one width.")
+    for chosen, known in ((options.write_form, WRITE_FORMS), (options.attention_form, ATTENTION_FORMS)):
+        if chosen not in known:
+            raise RequestError(f"{chosen!r} is not one of {', '.join(known)}.")
+    widths = tuple(sorted(set(options.widths)))
+    small = parameters(config) < SMALL_MODEL
+    return Layout(
+        rungs=tuple(sorted({min(context, largest) for context in options.contexts})),
+        widths=widths,
+        head_widths=tuple(sorted({1, *widths})),
+        ring_capacity=ring_capacity(config.sliding_window, widths),
+        layers_per_package=options.layers_per_package or (config.layers if small else _LARGE_PACKAGE),
+        write_form=options.write_form,
+        attention_form=options.attention_form,
+    )
+
+
+def _estimated_bytes(config: ModelConfig, bits: int) -> int:
+    """Bytes of the bundle, a little more than it will have."""
+    embedding = config.vocabulary_size * config.hidden_size
+    body = parameters(config) - embedding
+    return int(embedding * 1.07 + body * (bits / 8 + 0.07)) + (64 << 20)
+
+
+def _on_int4_grid(source: Source) -> bool:
+    """Whether the checkpoint was trained for int4 blocks: then no scale need be searched. Looks at two layers."""
+    layers = (0, source.config.layers - 1)
+    names = [f"layers.{layer}.{part}" for layer in layers for part in PROJECTIONS]
+    known = expected_shapes(source.config)
+    return all(source.blocks(name, 4) is not None for name in names if name in known)
+
+
+def _measure(source: Source, tell: Progress) -> Importance:
+    from llm_gemma_coreml.convert.calibration import measure_importance
+
+    total, done = source.config.layers * len(PROJECTIONS), 0
+
+    def step(name: str) -> None:
+        nonlocal done
+        done += 1
+        tell("Measuring which weights matter", done, total)
+
+    return measure_importance(source, progress=step)
+
+
+def _report(source: Source, importance: Importance, tell: Progress) -> tuple[str, ...]:
+    from llm_gemma_coreml.convert.calibration import compare_quantisations
+
+    return tuple(str(comparison) for comparison in compare_quantisations(source, importance or None))
+
+
+@dataclass
+class _Writing:
+    """Writes the packages and reports how far it is."""
+
+    folder: Path
+    source: Source
+    layout: Layout
+    weights: WeightTable
+    tell: Progress
+    done: int = 0
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.source.config
+        count = parameters(config)
+        # Emitting all functions takes about as long as writing the weights of a small model.
+        self.per_function = max(1, min(count, SMALL_MODEL) // self.layout.function_count(config.layers))
+        self.total = count + self.per_function * self.layout.function_count(config.layers)
+
+    def write_packages(self) -> dict[str, int]:
+        """Write all packages; returns the offsets of the embedding's data in the head's weight file."""
+        from llm_gemma_coreml.convert.packages import PackageSet
+
+        config = self.source.config
+        packages = PackageSet(
+            self.folder,
+            config,
+            self.layout,
+            self.weights,
+            wrote=self._advance,
+            emitted=lambda: self._advance(self.per_function),
+        )
+        for layers in self.layout.layer_ranges(config.layers):
+            packages.write_layers(layers)
+        offsets = packages.write_head()
+        self.tell("Converting", self.total, self.total)
+        return offsets
+
+    def _advance(self, amount: int) -> None:
+        # Scales and biases are written too, so the count may run a little ahead.
+        self.done = min(self.done + amount, self.total)
+        self.tell("Converting", self.done, self.total)
+
+
+def _chat_template(source: Source) -> str:
+    if source.chat_template is not None:
+        return source.chat_template
+    folder = resources.files("llm_gemma_coreml.chat").joinpath("templates")
+    return folder.joinpath("transcript.jinja").read_text(encoding="utf-8")
+
+
+def _licence_note(config: ModelConfig) -> str:
+    note = f"The weights in this folder are under: {config.licence}\n{config.licence_url}\n"
+    if config.family == "gemma3":
+        note += (
+            "\nGemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms.\n"
+            "Its use is restricted by the Prohibited Use Policy at ai.google.dev/gemma/prohibited_use_policy.\n"
+            "The weights were modified: quantised and converted to Core ML.\n"
+        )
+    return note
+
+
+def _manifest(
+    name: str,
+    source: Source,
+    bits: int,
+    layout: Layout,
+    embedding: dict[str, int],
+    folder: Path,
+    notes: tuple[str, ...],
+) -> Manifest:
+    from llm_gemma_coreml.convert import packages
+
+    config, facts = source.config, source.tokenizer_facts
+    ranges = layout.layer_ranges(config.layers)
+    states = tuple(
+        StateEntry(
+            f"{part}_{layer}",
+            packages.package_name(layers),
+            layer,
+            config.layer_types[layer],
+            packages.state_shape(config, layout, layer),
+        )
+        for layers in ranges
+        for layer in layers
+        for part in "kv"
+    )
+    return Manifest(
+        name=name,
+        family=config.family,
+        vocabulary_size=config.vocabulary_size,
+        hidden_size=config.hidden_size,
+        layer_types=config.layer_types,
+        query_heads=config.query_heads,
+        kv_heads_sliding=config.kv_heads_sliding,
+        kv_heads_full=config.kv_heads_full,
+        head_dim_sliding=config.head_dim_sliding,
+        head_dim_full=config.head_dim_full,
+        sliding_window=config.sliding_window,
+        ring_capacity=layout.ring_capacity,
+        rungs=layout.rungs,
+        widths=layout.widths,
+        layer_packages=tuple(
+            LayerPackage(packages.package_name(layers), layers.start, layers.stop) for layers in ranges
+        ),
+        head_package=packages.HEAD_PACKAGE,
+        head_widths=layout.head_widths,
+        embedding=EmbeddingTable(
+            path=f"{packages.HEAD_PACKAGE}/Data/com.apple.CoreML/weights/weight.bin",
+            rows=config.vocabulary_size,
+            columns=config.hidden_size,
+            block_size=BLOCK,
+            values_offset=embedding[packages.EMBEDDING_VALUES],
+            scales_offset=embedding[packages.EMBEDDING_SCALES],
+            multiplier=config.embedding_multiplier,
+        ),
+        rotary_sliding=RotaryEmbedding(
+            config.rope_theta_sliding, config.head_dim_sliding, config.head_dim_sliding // 2
+        ),
+        rotary_full=RotaryEmbedding(
+            config.rope_theta_full,
+            config.head_dim_full,
+            config.live_frequencies_full,
+            config.rope_scaling_full,
+        ),
+        states=states,
+        quantisation={
+            "body": "fp16" if bits == 16 else f"int{bits} block {BLOCK}",
+            "head": f"int8 block {BLOCK}",
+            "embedding": f"int8 block {BLOCK}",
+        },
+        tokenizer=_TOKENIZER,
+        template_kind=config.family if source.chat_template is not None else "transcript",
+        chat_template=_TEMPLATE,
+        bos_id=facts.bos_id,
+        stop_ids=facts.stop_ids,
+        suppressed_ids=facts.suppressed_ids,
+        sampling_defaults=dict(facts.sampling_defaults),
+        licence=config.licence,
+        licence_url=config.licence_url,
+        source=source.description,
+        files=file_entries(folder),
+        notes=notes,
+    )
