@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llm_gemma_coreml.bundle.manifest import Manifest, load_manifest
 from llm_gemma_coreml.chat import gemma3, gemma4, transcript
+from llm_gemma_coreml.chat.json_schema import check_schema
 from llm_gemma_coreml.chat.messages import Message, Tool
 from llm_gemma_coreml.chat.prompt import Prompt
+from llm_gemma_coreml.chat.reply_grammar import chosen_tools, gemma4_grammar, json_grammar
 from llm_gemma_coreml.chat.reply_parser import ReplyParser
+from llm_gemma_coreml.chat.structured import GrammarCompiler, has_llguidance
 from llm_gemma_coreml.chat.template import ChatTemplate, Placeholders
 from llm_gemma_coreml.chat.tokenizer import Tokenizer
 from llm_gemma_coreml.chat.turns import require_messages
+from llm_gemma_coreml.engine.request import TokenConstraint
 from llm_gemma_coreml.errors import BundleError
 
 __all__ = ["Chat", "Prompt", "ReplyParser"]
@@ -46,6 +50,7 @@ class Chat:
         names = _STOP_NAMES[kind]
         found = {token for name in names if (token := self.tokenizer.find_control(name)) is not None}
         self.stop_ids = frozenset(self.manifest.stop_ids) | found
+        self._compiler = GrammarCompiler(self.tokenizer, self.manifest.vocabulary_size, self.stop_ids)
 
     def prompt(
         self,
@@ -62,17 +67,22 @@ class Chat:
         schema: a JSON schema that the reply must satisfy. Raises RequestError for what cannot be asked.
         """
         require_messages(messages)
-        tools = () if tool_choice == "none" else tuple(tools)
+        tools = chosen_tools(tools, tool_choice)
+        checked = None if schema is None else check_schema(schema)
         placeholders = Placeholders()
-        ids = self._template.token_ids(
-            placeholders, self._context(placeholders, messages, tools, thinking, schema)
-        )
+        context = self._context(placeholders, messages, tools, thinking, schema)
+        ids = self._template.token_ids(placeholders, context)
+        if self.kind == "gemma4":
+            ids = gemma4.open_model_turn(ids, self.tokenizer)
+        in_reasoning = self._ends_in_reasoning(ids)
+        must_call = tool_choice not in ("auto", "none")
         return Prompt(
             token_ids=tuple(ids),
             stop_ids=self.stop_ids,
             stop_strings=_KINDS[self.kind].STOP_STRINGS,
-            starts_in_reasoning=self._ends_in_reasoning(ids),
+            starts_in_reasoning=in_reasoning,
             tools=tools,
+            constraint=self._constraint(tools, must_call, checked, thinking, in_reasoning),
             schema=schema,
         )
 
@@ -110,6 +120,25 @@ class Chat:
             return parser.stopped
 
         return check
+
+    def _constraint(
+        self,
+        tools: Sequence[Tool],
+        must_call: bool,
+        schema: Mapping[str, Any] | None,
+        thinking: bool,
+        in_reasoning: bool,
+    ) -> TokenConstraint | None:
+        if schema is None and not tools:
+            return None
+        if schema is None and not must_call and not has_llguidance():
+            return None  # calls are only checked after they are written
+        if self.kind == "gemma4":
+            grammar = gemma4_grammar(self.tokenizer, tools, must_call, schema, thinking, in_reasoning)
+        else:
+            grammar = json_grammar(tools, must_call, schema, leading_space=self.kind == "transcript")
+        what = "the JSON schema" if schema is not None else "the schemas of the tools"
+        return self._compiler.constraint(grammar, what)
 
     def _context(
         self,

@@ -16,22 +16,30 @@ from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_STEPS = 200_000
-MAX_CHARACTERS = 32_000_000
+MAX_STEPS = 3_000_000
+MAX_CHARACTERS = 8_000_000
 MAX_SECONDS = 10.0
 _MAX_ITEMS = 100_000
 _MAX_INTEGER_BITS = 256
+_MAX_DEPTH = 64
+_STEPS_PER_CALL = 30
 
 _STRING_METHODS = frozenset(
-    "strip lstrip rstrip split rsplit startswith endswith upper lower title capitalize find rfind index count "
-    "removeprefix removesuffix partition rpartition isdigit isalpha isalnum isspace replace join".split()
+    {"strip", "lstrip", "rstrip", "split", "rsplit", "startswith", "endswith", "upper", "lower", "title"}
+    | {"capitalize", "find", "rfind", "index", "count", "removeprefix", "removesuffix", "partition"}
+    | {"rpartition", "isdigit", "isalpha", "isalnum", "isspace", "replace", "join"}
 )
 _MAPPING_METHODS = frozenset({"get", "items", "keys", "values"})
 _SEQUENCE_METHODS = frozenset({"index", "count"})
 _FILTERS = frozenset(
-    "abs capitalize count d default dictsort first float int items join last length list lower map max min reject "
-    "rejectattr replace reverse round safe select selectattr sort string sum title trim unique upper".split()
+    {"abs", "capitalize", "count", "d", "default", "dictsort", "first", "float", "int", "items", "last"}
+    | {"length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "round", "safe"}
+    | {"select", "selectattr", "sort", "string", "title", "trim", "unique", "upper"}
 )
+
+
+_PLAIN = (str, bool, int, float, Undefined, type(None))
+_LISTING = frozenset({"sync_do_list", "do_list", "do_sort", "sync_do_unique", "do_unique", "do_reverse"})
 
 
 class LimitExceededError(SecurityError):
@@ -46,16 +54,20 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         from jinja2.ext import loopcontrols
 
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], finalize=self._finalise
+        )
         self.filters = {
             name: self._counted(function) for name, function in self.filters.items() if name in _FILTERS
         }
         self.filters["replace"] = self._replace
         self.filters["join"] = self._join_filter
+        self.filters["string"] = self._finalise
+        self.filters["bounded_container"] = self._container
         self.filters["bounded_iteration"] = self._iterate
         self.filters["bounded_concatenation"] = self._concatenate
         self.globals = {name: self.globals[name] for name in ("range", "dict", "namespace", "joiner")}
-        self.concat = self._concatenate  # type: ignore[method-assign, assignment]
+        self.concat = self._concatenate  # type: ignore[method-assign]
         self.start()
 
     def start(self) -> None:
@@ -68,7 +80,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         tree = self.parse(source)
         for loop in tree.find_all(nodes.For):
             loop.iter = _filter(loop.iter, "bounded_iteration")
-        _replace_concatenations(tree)
+        _bound_values(tree)
         return self.from_string(tree)
 
     def spend(self, steps: int = 1) -> None:
@@ -76,6 +88,9 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         self._steps += steps
         if self._steps > MAX_STEPS or time.monotonic() > self._deadline:
             raise LimitExceededError("it loops too long")
+
+    def wrap_str_format(self, value: Any) -> None:
+        """`str.format` can build texts of any length, so that it is not offered (see `is_safe_attribute`)."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, str):
@@ -86,7 +101,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
             return attr in _SEQUENCE_METHODS
         return bool(super().is_safe_attribute(obj, attr, value))
 
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "")
         if isinstance(owner, str):
             self.spend(1 + len(owner) // 4096)
@@ -94,8 +109,13 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
                 return self._replace(owner, *args, **kwargs)
             if name == "join":
                 return self._join(owner, *args, **kwargs)
-        self.spend()
-        return super().call(context, obj, *args, **kwargs)
+            if name in ("split", "rsplit"):
+                separator = args[0] if args else None
+                parts = owner.count(separator) if isinstance(separator, str) else len(owner) // 2
+                self._check(parts, [])
+        self.spend(_STEPS_PER_CALL)
+        result = super().call(context, obj, *args, **kwargs)
+        return self._container(result) if obj is dict else result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.spend()
@@ -119,6 +139,30 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
             raise LimitExceededError("it builds too large a value")
         self.spend(size // 4096)
 
+    def _container(self, value: Any) -> Any:
+        """A list, tuple or dict that the template made, if it is not too large with all that is in it."""
+        self._count(value, 0)
+        return value
+
+    def _count(self, value: Any, depth: int, to_write: bool = False) -> None:
+        if isinstance(value, (list, tuple, dict)):
+            if depth > _MAX_DEPTH:
+                raise LimitExceededError("it nests values too deeply")
+            self.spend(1 + len(value))
+            for item in value.values() if isinstance(value, dict) else value:
+                self._count(item, depth + 1, to_write)
+        elif to_write and not isinstance(value, _PLAIN):
+            raise SecurityError(f"it writes a {type(value).__name__}")
+
+    def _finalise(self, value: Any) -> str:
+        """What `{{ value }}` writes."""
+        if isinstance(value, str):
+            return value
+        self._count(value, 0, to_write=True)
+        text = str(value)
+        self._check(len(text))
+        return text
+
     def _iterate(self, values: Iterable[Any]) -> Any:
         if isinstance(values, Undefined):
             return values
@@ -133,7 +177,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         texts: list[str] = []
         size = 0
         for part in parts:
-            text = str(part)
+            text = self._finalise(part)
             size += len(text)
             if size > MAX_CHARACTERS:
                 raise LimitExceededError("it builds too large a text")
@@ -157,37 +201,47 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         text = str(text)
         found = text.count(old)
         self._check(len(text) + (found if count is None or count < 0 else min(found, count)) * len(new))
-        return text.replace(old, new, -1 if count is None else count)
+        return str(text).replace(old, new, -1 if count is None else count)
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         from functools import wraps
 
         @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            self.spend(
-                1 + sum(len(value) // 64 for value in args if isinstance(value, (str, list, tuple, dict)))
-            )
+            sizes = [len(value) for value in args if isinstance(value, (str, list, tuple, dict))]
+            if function.__name__ in _LISTING and max(sizes, default=0) > _MAX_ITEMS:
+                raise LimitExceededError("it builds too large a value")
+            self.spend(1 + sum(sizes) // 64)
             return function(*args, **kwargs)
 
         return bounded
 
 
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filter(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-def _replace_concatenations(node: nodes.Node) -> None:
-    for child in list(node.iter_child_nodes()):
-        _replace_concatenations(child)
+def _bound_values(node: nodes.Node) -> None:
+    """Let the sandbox measure every concatenation, and every list or mapping with parts that are not constant."""
+    for child in node.iter_child_nodes():
+        _bound_values(child)
     for name, value in list(node.iter_fields()):
-        if isinstance(value, nodes.Concat):
-            setattr(node, name, _concatenation(value))
+        if isinstance(value, nodes.Node):
+            setattr(node, name, _bounded(value))
         elif isinstance(value, list):
-            setattr(node, name, [_concatenation(v) if isinstance(v, nodes.Concat) else v for v in value])
+            setattr(node, name, [_bounded(item) if isinstance(item, nodes.Node) else item for item in value])
 
 
-def _concatenation(node: nodes.Concat) -> nodes.Filter:
-    return _filter(nodes.List(node.nodes, lineno=node.lineno), "bounded_concatenation")
+def _bounded(node: nodes.Node) -> nodes.Node:
+    if isinstance(node, nodes.Concat):
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), "bounded_concatenation")
+    if isinstance(node, nodes.Tuple) and node.ctx != "load":
+        return node
+    if isinstance(node, (nodes.List, nodes.Tuple, nodes.Dict)) and any(
+        not isinstance(child, nodes.Const) for child in node.iter_child_nodes()
+    ):
+        return _filter(node, "bounded_container")
+    return node
 
 
 def _is_number(value: Any) -> bool:

@@ -67,10 +67,14 @@ class Placeholders:
     def split(self, rendered: str) -> list[tuple[str, bool]]:
         """Pieces of the rendered text in order; True marks a user's text, False the template's own."""
         pieces: list[tuple[str, bool]] = []
-        start = 0
+        start = size = 0
+        limit = 4 * sum(map(len, self._texts)) + 1_000_000
         for match in _PLACEHOLDER.finditer(rendered):
             pieces += [(rendered[start : match.start()], False), (self._find(match), True)]
             start = match.end()
+            size += len(pieces[-1][0])
+            if size > limit:
+                raise BundleError("The chat template repeats the messages too often.")
         return [*pieces, (rendered[start:], False)]
 
     def _find(self, match: re.Match[str]) -> str:

@@ -91,6 +91,14 @@ class Tokenizer:
             self._model.is_control(token) or self._model.is_unknown(token) or token in self._untyped_ids
         )
 
+    def is_byte(self, token: int) -> bool:
+        """True for an id that stands for one byte of a character."""
+        return 0 <= token < self.vocabulary_size and bool(self._model.is_byte(token))
+
+    def pieces(self) -> list[str]:
+        """All pieces, in order of their ids."""
+        return list(self._model.id_to_piece(list(range(self.vocabulary_size))))
+
     def find_control(self, name: str) -> int | None:
         """The id of the control token with that name, or None if there is none."""
         token = self._existing_id(name)

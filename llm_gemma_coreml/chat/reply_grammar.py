@@ -1,0 +1,89 @@
+"""The grammar of a whole reply: thought channel, text, calls or JSON, for each kind of template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llm_gemma_coreml.chat.json_schema import for_grammar
+from llm_gemma_coreml.chat.messages import Tool
+from llm_gemma_coreml.chat.native_grammar import NativeGrammar
+from llm_gemma_coreml.chat.tokenizer import Tokenizer
+from llm_gemma_coreml.errors import RequestError
+
+MAX_PARALLEL_CALLS = 16
+
+
+def chosen_tools(tools: Sequence[Tool], tool_choice: str) -> tuple[Tool, ...]:
+    """The tools that may be called. Raises RequestError for a choice that cannot be met."""
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise RequestError(f"Two tools have the same name: {', '.join(sorted(names))}. Rename one.")
+    if tool_choice in ("auto", "none"):
+        return () if tool_choice == "none" else tuple(tools)
+    if tool_choice in ("any", "required"):
+        if not tools:
+            raise RequestError(f"tool_choice {tool_choice!r} needs at least one tool.")
+        return tuple(tools)
+    chosen = tuple(tool for tool in tools if tool.name == tool_choice)
+    if not chosen:
+        known = ", ".join(names) or "none"
+        raise RequestError(f"tool_choice names {tool_choice!r}, which is not among the tools ({known}).")
+    return chosen
+
+
+def gemma4_grammar(
+    tokenizer: Tokenizer,
+    tools: Sequence[Tool],
+    must_call: bool,
+    schema: Mapping[str, Any] | None,
+    thinking: bool,
+    starts_in_reasoning: bool,
+) -> str:
+    """Lark grammar of a Gemma 4 reply. schema: the reply is JSON of that schema (or a call, if tools are given)."""
+    control = {name: f"<[{tokenizer.control_id(name)}]>" for name in ("<|channel>", "<channel|>")}
+    native = NativeGrammar(tokenizer.control_id('<|"|>'))
+    opening, closing = (f"<[{tokenizer.control_id(name)}]>" for name in ("<|tool_call>", "<tool_call|>"))
+    calls = [f"{opening} {native.call(tool)} {closing}" for tool in tools]
+    rules = [native.rules()]
+    if starts_in_reasoning:
+        beginning = f"TEXT? {control['<channel|>']} "
+    else:
+        beginning = "thought? " if thinking else ""
+    rules.append(f"thought: {control['<|channel>']} TEXT? {control['<channel|>']}")
+    rules.append(f"call: {' | '.join(calls)}" if calls else "")
+    many_calls = f"call{{1,{MAX_PARALLEL_CALLS}}}"
+    if schema is not None:
+        rules.append(f"answer: %json {for_grammar(schema)}")
+        body = f"({many_calls} | answer)" if calls else "answer"
+    elif must_call:
+        body = many_calls
+    else:
+        body = "TEXT? (call TEXT?)*"
+    return "\n".join(["%llguidance {}", f"start: {beginning}{body}", *rules]) + "\n"
+
+
+def json_grammar(
+    tools: Sequence[Tool], must_call: bool, schema: Mapping[str, Any] | None, leading_space: bool
+) -> str:
+    """Lark grammar of a reply whose calls are JSON. leading_space: the reply begins with a space."""
+    space = '" " ' if leading_space else ""
+    rules: list[str] = []
+    calls: list[str] = []
+    for index, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ', ensure_ascii=False)
+        parameters = {"type": "object", "properties": {}, **tool.parameters}
+        rules.append(f"arguments_{index}: %json {for_grammar(parameters)}")
+        calls.append(f'{head} arguments_{index} "}}"')
+    alternatives = []
+    if calls:
+        rules.append(f"call: {' | '.join(calls)}")
+        alternatives.append(f'{space}call ("\\n" call){{0,{MAX_PARALLEL_CALLS - 1}}}')
+    if schema is not None:
+        rules.append(f"answer: %json {for_grammar(schema)}")
+        alternatives.append(f"{space}answer")
+    elif not must_call:
+        rules.append("TEXT: / ?[^ {](.|\\n)*/" if leading_space else "TEXT: /[^{](.|\\n)*/")
+        alternatives.append("TEXT?")
+    return "\n".join(["%llguidance {}", f"start: {' | '.join(alternatives)}", *rules]) + "\n"
