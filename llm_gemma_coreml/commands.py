@@ -2,87 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any
 
 import click
 
 from llm_gemma_coreml import catalog
+from llm_gemma_coreml.benchmark.command import bench
 from llm_gemma_coreml.bundle.store import InstalledBundle, list_bundles
-from llm_gemma_coreml.errors import GemmaCoreMLError
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def one_line_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Errors of ours, and of the file system, become `Error: ...` and exit code 1."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except GemmaCoreMLError as error:
-            raise click.ClickException(str(error)) from error
-        except OSError as error:
-            raise click.ClickException(_describe(error)) from error
-
-    return wrapped
-
-
-def _describe(error: OSError) -> str:
-    what = error.strerror or str(error)
-    return f"{error.filename}: {what}" if error.filename else what
-
-
-class BundleName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """The name of an installed bundle; the shell completes it."""
-
-    name = "name"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem
-
-        return [
-            CompletionItem(bundle.name)
-            for bundle in list_bundles()
-            if bundle.name.startswith(incomplete)
-        ]
-
-
-class Counts(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """Whole numbers, ascending, as `4096,32768`."""
-
-    name = "n,n,..."
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            counts = tuple(sorted({int(part) for part in str(value).split(",")}))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of whole numbers such as 1,2,4", param, ctx)
-        if counts[0] < 1:
-            self.fail(f"{value!r} has a number below 1", param, ctx)
-        return counts
-
-
-bundle_name = click.argument("name", type=BundleName())
-as_json = click.option("as_json", "--json", is_flag=True, help="Write JSON to stdout")
-
-
-def write_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+from llm_gemma_coreml.command_types import (
+    BundleName,
+    Counts,
+    as_json,
+    bundle_name,
+    one_line_errors,
+    write_json,
+)
 
 
 @click.group("gemma-coreml")
@@ -91,7 +26,7 @@ def gemma_coreml() -> None:
 
 
 @gemma_coreml.command()
-@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.argument("source", type=click.Path(path_type=Path))
 @click.option("--name", help="Name of the bundle; default: from the source")
 @click.option("--bits", type=click.Choice(["4", "8"]), help="Bits per weight; default: by the model's size")
 @click.option("--contexts", type=Counts(), default="4096,32768,131072", show_default=True, help="Rungs")
@@ -136,9 +71,10 @@ def models(as_json: bool) -> None:
         click.echo(f"{facts['model_id']}{names}: {state}")
     for known in catalog.KNOWN_MODELS:
         if known.name not in {bundle.name for bundle in installed}:
-            click.echo(f"{known.name}: not installed. {known.description} ({known.download}). Install with:")
-            for command in known.commands:
-                click.echo(f"  {command}")
+            click.echo(f"{known.name}: {known.description}. {known.download}, {known.licence}")
+            how = known.commands or ("(cannot be installed by this release)",)
+            for line in ("Not installed:", *how):
+                click.echo(f"  {line}")
 
 
 def _bundle_facts(bundle: InstalledBundle, meanings: dict[str, str]) -> dict[str, Any]:
@@ -222,3 +158,6 @@ def verify(name: str, full: bool, as_json: bool) -> None:
         click.echo(report.render())
     if not report.passed:
         raise SystemExit(1)
+
+
+gemma_coreml.add_command(bench)

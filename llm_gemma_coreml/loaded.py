@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedBundle:
-    """An open bundle. `context`: the cap that it was opened with, tokens; None for all that the bundle offers."""
+    """An open bundle. `context`: the cap that it was opened with, in tokens; None is no cap."""
 
     engine: Engine
     chat: Chat

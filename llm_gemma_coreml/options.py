@@ -132,7 +132,7 @@ def sampling_parameters(options: GemmaOptions, defaults: Mapping[str, float]) ->
 
 
 def speculation(options: GemmaOptions) -> Speculate:
-    """"auto" (default), "off" or the number of tokens to draft; 0 is off."""
+    """ "auto" (default), "off" or the number of tokens to draft; 0 is off."""
     value = options.speculate
     if value is None or value == "auto":
         return "auto"

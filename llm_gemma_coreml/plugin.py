@@ -1,4 +1,4 @@
-"""The llm plugin: models over Core ML bundles, and the command group. Light, as every llm command imports it."""
+"""The llm plugin: models over Core ML bundles, and the command group. Light: every llm command imports it."""
 
 from __future__ import annotations
 
@@ -57,12 +57,9 @@ class _Shared:
 class GemmaModel(_Shared, llm.Model):
     """A bundle as a model of llm."""
 
-    class Options(GemmaOptions):
-        pass
+    Options = GemmaOptions  # type: ignore[assignment]
 
-    def execute(
-        self, prompt: Any, stream: bool, response: Any, conversation: Any = None
-    ) -> Iterator[Reply]:
+    def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any = None) -> Iterator[Reply]:
         with _errors_for_llm():
             turn = self._prepare(prompt, conversation)
             tokens = turn.engine.generate(turn.request)
@@ -78,8 +75,7 @@ class GemmaModel(_Shared, llm.Model):
 class AsyncGemmaModel(_Shared, llm.AsyncModel):
     """The same, asynchronous: nothing slow happens on the event loop."""
 
-    class Options(GemmaOptions):
-        pass
+    Options = GemmaOptions  # type: ignore[assignment]
 
     async def execute(
         self, prompt: Any, stream: bool, response: Any, conversation: Any = None
@@ -101,15 +97,13 @@ class AsyncGemmaModel(_Shared, llm.AsyncModel):
 class ThinkingGemmaModel(GemmaModel):
     """A model that can think before it answers."""
 
-    class Options(ThinkingOptions):
-        pass
+    Options = ThinkingOptions
 
 
 class AsyncThinkingGemmaModel(AsyncGemmaModel):
     """The same, asynchronous."""
 
-    class Options(ThinkingOptions):
-        pass
+    Options = ThinkingOptions
 
 
 @llm.hookimpl

@@ -57,9 +57,7 @@ class Turn:
         """Usage, resolved model and details, as llm shows and logs them."""
         self._warn(statistics.warnings)
         details = statistics.as_dict()
-        response.set_usage(
-            input=statistics.prompt_tokens, output=statistics.output_tokens, details=details
-        )
+        response.set_usage(input=statistics.prompt_tokens, output=statistics.output_tokens, details=details)
         response.set_resolved_model(self.model_name)
         response.response_json = {
             "finish_reason": statistics.finish_reason,

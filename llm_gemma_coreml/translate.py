@@ -109,7 +109,7 @@ def wanted_schema(prompt: llm.Prompt, conversation: Any) -> dict[Any, Any] | Non
 
 
 def reply_parts(events: Sequence[ReplyEvent], response: Any) -> Iterator[Reply]:
-    """What `execute` yields for the parser's events. Tool calls are noted on `response` too: llm acts on those only.
+    """What `execute` yields for the parser's events. Tool calls go to `response` too: llm acts on those only.
 
     Warnings are for the caller; they are passed over here.
     """
@@ -131,6 +131,4 @@ def reply_parts(events: Sequence[ReplyEvent], response: Any) -> Iterator[Reply]:
             yield StreamEvent(type="tool_call_name", chunk=event.name, tool_call_id=event.id)
             yield StreamEvent(type="tool_call_args", chunk=event.arguments_json, tool_call_id=event.id)
             arguments = json.loads(event.arguments_json)
-            response.add_tool_call(
-                llm.ToolCall(name=event.name, arguments=arguments, tool_call_id=event.id)
-            )
+            response.add_tool_call(llm.ToolCall(name=event.name, arguments=arguments, tool_call_id=event.id))

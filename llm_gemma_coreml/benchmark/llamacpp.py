@@ -27,7 +27,7 @@ _SWA_FULL = 4
 
 
 class _Parameters(ctypes.Structure):
-    """A parameter struct of unknown size, passed by value: larger than any release's, so none is cut short."""
+    """A parameter struct of unknown size, passed by value: larger than in any release."""
 
     _fields_ = (("data", ctypes.c_ubyte * _PARAMETER_BYTES),)
 
