@@ -269,16 +269,17 @@ class Context:
         """The error that names package, function, operation and what about it is not supported."""
         detail = f" in this form ({reason})" if reason else ""
         return UnsupportedOperationError(
-            f"{self.package}: the portable runtime cannot run the operation {operation.type} ({operation.name!r} in "
-            f"function {self.function.name!r}){detail}. Run the package with Core ML on a Mac, or export it without it."
+            f"{self.package}: the portable runtime cannot run the operation {operation.type} "
+            f"({operation.name!r} in function {self.function.name!r}){detail}. "
+            "Run the package with Core ML on a Mac, or export it without this operation."
         )
 
     def element_type(self, kind: TensorType, name: str) -> int:
         """The ONNX element type of a run-time value."""
         if kind.dtype not in ELEMENT_TYPES:
             raise UnsupportedOperationError(
-                f"{self.package}: {name!r} in function {self.function.name!r} has the type {kind.dtype}, which the "
-                "portable runtime cannot pass at run time."
+                f"{self.package}: {name!r} in function {self.function.name!r} has the type {kind.dtype}, "
+                "which the portable runtime cannot pass at run time."
             )
         return ELEMENT_TYPES[kind.dtype]
 

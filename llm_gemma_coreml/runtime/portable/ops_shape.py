@@ -22,8 +22,7 @@ def reshape(op: OperationView, graph: GraphBuilder) -> Result:
 def reshape_like(op: OperationView, graph: GraphBuilder) -> Result:
     """The same elements in a shape put together from ranges of the shapes of other values."""
     references = op.values("ref_tensors")
-    begins, ends = op.integers("begins") or [], op.integers("ends") or []
-    masks = op.integers("end_masks") or []
+    begins, ends, masks = (op.listed_integers(key) for key in ("begins", "ends", "end_masks"))
     parts = []
     for reference, begin, end, whole in zip(references, begins, ends, masks, strict=True):
         rank = len(reference.type.shape)

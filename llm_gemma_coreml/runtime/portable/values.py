@@ -157,6 +157,15 @@ class OperationView:
         values = self.array(key, default)
         return None if values is None else [int(item) for item in np.asarray(values).reshape(-1)]
 
+    def listed_integers(self, key: str) -> list[int]:
+        """Known integers that are bound one by one to a list argument."""
+        found = []
+        for value in self.values(key):
+            if value.constant is None:
+                raise self.unsupported(f"argument {key!r} is computed at run time")
+            found.extend(int(item) for item in value.constant.value().reshape(-1))
+        return found
+
     # Types
 
     def type(self, key: str) -> TensorType:
