@@ -1,0 +1,90 @@
+"""What the block form of attention is fed with: views of the state, slot positions of past and block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llm_gemma_coreml.errors import GemmaCoreMLError
+from llm_gemma_coreml.runtime.base import Array
+from llm_gemma_coreml.runtime.portable.attention import BLOCK, AttentionPlan
+from llm_gemma_coreml.runtime.portable.block_form import (
+    COLUMNS,
+    padding_input,
+    past_input,
+    past_slots_input,
+    tail_input,
+)
+from llm_gemma_coreml.runtime.portable.states import PortableState
+
+
+@dataclass(frozen=True)
+class BlockSlots:
+    """One call's rows in the slots of one kind of layer: block of slots first .. start + rows - 1, past = all others."""
+
+    start: int
+    """First slot written."""
+    rows: int
+    slot_positions: Array
+
+    @property
+    def first(self) -> int:
+        """First slot of the current block."""
+        return self.start - self.start % BLOCK
+
+    @property
+    def padding(self) -> int:
+        """Rows that fill the block up to a multiple of 16."""
+        return -(self.start - self.first + self.rows) % COLUMNS
+
+    def block_positions(self) -> Array:
+        """int32 [T + S + X]; -1 where the slot lies beyond the view."""
+        positions = np.full(self.start - self.first + self.rows + self.padding, -1, np.int32)
+        view = self.slot_positions[self.first : self.start + self.rows]
+        positions[: len(view)] = view
+        return positions
+
+    def past_positions(self) -> Array:
+        """int32 [P], the block's slots blanked; P is a multiple of 128, no longer than needed."""
+        past = self.slot_positions.copy()
+        past[self.first : self.start + self.rows] = -1
+        filled = np.flatnonzero(past >= 0)
+        needed = int(filled[-1]) + 1 if len(filled) else 1
+        return past[: -(-needed // BLOCK) * BLOCK]
+
+
+def block_slots(plan: AttentionPlan, inputs: Mapping[str, Array], rows: int, buffer_rows: int) -> BlockSlots:
+    """The slots of a call, from its inputs. Raises GemmaCoreMLError for a write that leaves the buffer."""
+    start = int(inputs[plan.write_start][0])
+    if not 0 <= start <= buffer_rows - rows:
+        raise GemmaCoreMLError(f"{plan.write_start} is {start}, but rows 0 to {buffer_rows - rows} can be written.")
+    return BlockSlots(start, rows, inputs[plan.slot_positions])
+
+
+def attention_feeds(
+    plans: Iterable[AttentionPlan], inputs: Mapping[str, Array], rows: int, state: PortableState
+) -> tuple[dict[str, Array], dict[str, int]]:
+    """ONNX inputs of all attentions, and the first row to be written for each state."""
+    feeds: dict[str, Array] = {}
+    starts: dict[str, int] = {}
+    known: dict[tuple[str, str], tuple[BlockSlots, int]] = {}
+    buffers = state.buffers()
+    for plan in plans:
+        key = (plan.slot_positions, plan.write_start)
+        if key not in known:
+            slots = block_slots(plan, inputs, rows, buffers[plan.key_state].shape[1])
+            past = slots.past_positions()
+            feeds[plan.slot_positions] = slots.block_positions()
+            feeds[past_slots_input(plan.slot_positions)] = past
+            known[key] = (slots, len(past))
+        slots, past_rows = known[key]
+        feeds[padding_input(plan)] = np.zeros((plan.kv_heads, slots.padding, plan.head_dim), np.float32)
+        for name in (plan.key_state, plan.value_state):
+            buffer = buffers[name]
+            starts[name] = slots.start
+            feeds[tail_input(name)] = np.ascontiguousarray(buffer[:, slots.first : slots.start])
+            for head in range(plan.kv_heads):
+                feeds[past_input(name, head)] = buffer[head : head + 1, :past_rows]
+    return feeds, starts

@@ -1,0 +1,199 @@
+"""Opens packages for the portable runtime: translates functions on first use, shares models and weights among them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from llm_gemma_coreml.bundle.package import Package, open_package
+from llm_gemma_coreml.bundle.program import Function as Program
+from llm_gemma_coreml.errors import GemmaCoreMLError, PackageError
+from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
+from llm_gemma_coreml.runtime.portable.compiled import (
+    FORMAT,
+    Cache,
+    CompiledFunction,
+    CompiledModel,
+    CompiledPackage,
+)
+from llm_gemma_coreml.runtime.portable.feeding import attention_feeds
+from llm_gemma_coreml.runtime.portable.model import OnnxModel
+from llm_gemma_coreml.runtime.portable.recipes import WeightReader
+from llm_gemma_coreml.runtime.portable.states import PortableState
+
+_DTYPES = {"float16": np.float32, "float32": np.float32, "int32": np.int32, "bool": np.bool_}
+
+
+class PortableRuntime:
+    """Runs packages on ONNX Runtime, on any machine."""
+
+    name = "portable"
+
+    def available(self) -> str | None:
+        """Always available: ONNX Runtime is a dependency."""
+        return None
+
+    def load(self, package: Path, options: RuntimeOptions) -> PortablePackage:
+        """Open the package at that path; functions are translated when first asked for."""
+        return PortablePackage(package, options)
+
+
+class PortablePackage:
+    """An open package. Functions that are the same program at several sizes run in one ONNX session."""
+
+    def __init__(self, path: Path, options: RuntimeOptions) -> None:
+        self._path = path
+        self._options = options
+        self._package: Package = open_package(path)
+        self._cache = Cache(options.cache_directory, self._cache_key())
+        self._compiled = self._cache.load() or self._outline()
+        self._reader = WeightReader(path)
+        self._models: dict[str, OnnxModel] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def function_names(self) -> tuple[str, ...]:
+        return self._compiled.function_names
+
+    def function(self, name: str) -> PortableFunction:
+        """The function of that name. Raises PackageError if there is none."""
+        with self._lock:
+            compiled = self._compiled.functions.get(name) or self._translate(name)
+            if compiled.model not in self._models:
+                model = self._compiled.models[compiled.model]
+                self._models[compiled.model] = OnnxModel(model, self._reader, self._options)
+            return PortableFunction(name, compiled, self._models[compiled.model], str(self._path))
+
+    def make_state(self) -> PortableState | None:
+        """A zero-filled state, or None if the package has none."""
+        return PortableState(self._compiled.states) if self._compiled.states else None
+
+    def fork_state(self, state: PortableState) -> PortableState:
+        """An independent copy of `state`."""
+        return state.copy()
+
+    def close(self) -> None:
+        """Let go of sessions and weights."""
+        self._models.clear()
+
+    def _cache_key(self) -> str:
+        import onnxruntime
+
+        form = f"{FORMAT} {onnxruntime.__version__} {self._options.exact} {self._package.fingerprint()}"
+        return f"{self._path.stem}-{hashlib.sha256(form.encode()).hexdigest()[:20]}"
+
+    def _outline(self) -> CompiledPackage:
+        """Function names and states; all functions must declare the same states."""
+        functions = self._package.functions
+        names = tuple(functions)
+        states = {name: kind.shape for name, kind in functions[self._package.default_function].states.items()}
+        for name in names:
+            other = {state: kind.shape for state, kind in functions[name].states.items()}
+            if other and states and other != states:
+                raise PackageError(
+                    f"{self._path}: functions {self._package.default_function!r} and {name!r} declare different states, "
+                    "so that one state cannot serve both. Build the package again."
+                )
+            states = states or other
+        return CompiledPackage(names, states)
+
+    def _translate(self, name: str) -> CompiledFunction:
+        from llm_gemma_coreml.runtime.portable.block_form import BlockForm
+        from llm_gemma_coreml.runtime.portable.translate import translate_function
+
+        if name not in self._package.functions:
+            raise PackageError(f"{self._path} has no function {name!r}, only {', '.join(self.function_names)}.")
+        program = self._package.functions[name]
+        form = BlockForm(program)
+        symbolic = _symbolic_dimensions(program, self._package.functions)
+        for plan in form.plans:
+            symbolic[plan.slot_positions] = (f"{plan.slot_positions}/B",)
+        translation = translate_function(
+            program, rewrites=[form], symbolic=symbolic, exact=self._options.exact, package=self._path
+        )
+        # The function's own name must not tell two equal models apart.
+        translation.model.graph.name = "function"
+        model = CompiledModel(translation.model.SerializeToString(deterministic=True), translation.weights)
+        compiled = CompiledFunction(
+            model.digest(),
+            {key: (kind.dtype, kind.shape) for key, kind in program.inputs.items()},
+            tuple(program.outputs),
+            translation.state_inputs,
+            translation.state_outputs,
+            tuple(form.plans),
+            form.rows,
+        )
+        self._compiled.functions[name] = compiled
+        self._compiled.models.setdefault(compiled.model, model)
+        self._cache.store(self._compiled)
+        return compiled
+
+
+def _symbolic_dimensions(program: Program, functions: Mapping[str, Program]) -> dict[str, tuple[int | str, ...]]:
+    """Names for the input dimensions that differ among the functions with the same inputs as `program`.
+
+    If two functions then translate to the same model, one session runs both; nothing is assumed of those that do not.
+    """
+    family = [other for other in functions.values() if set(other.inputs) == set(program.inputs)]
+    names: dict[tuple[int, ...], str] = {}
+    result: dict[str, tuple[int | str, ...]] = {}
+    for key, kind in program.inputs.items():
+        dimensions: list[int | str] = []
+        for axis, size in enumerate(kind.shape):
+            if any(len(other.inputs[key].shape) != len(kind.shape) for other in family):
+                dimensions.append(size)
+                continue
+            sizes = tuple(other.inputs[key].shape[axis] for other in family)
+            varies = len(set(sizes)) > 1
+            dimensions.append(names.setdefault(sizes, f"size/{len(names)}") if varies else size)
+        if any(isinstance(size, str) for size in dimensions):
+            result[key] = tuple(dimensions)
+    return result
+
+
+class PortableFunction:
+    """One function of a package, bound to the session that runs it."""
+
+    def __init__(self, name: str, compiled: CompiledFunction, model: OnnxModel, package: str) -> None:
+        self.name = name
+        self._compiled = compiled
+        self._model = model
+        self._package = package
+
+    def run(self, inputs: Mapping[str, Array], state: PortableState | None = None) -> dict[str, Array]:
+        """Run once; see runtime.base.Function.run."""
+        compiled = self._compiled
+        arrays = self._checked(inputs)
+        feeds = {name: array for name, array in arrays.items() if name in self._model.inputs}
+        starts: dict[str, int] = {}
+        if compiled.attentions or compiled.state_inputs:
+            if state is None:
+                raise GemmaCoreMLError(f"Function {self.name!r} of {self._package} needs a state: make one first.")
+            attention, starts = attention_feeds(compiled.attentions, arrays, compiled.rows, state)
+            feeds.update(attention)
+            for name, key in compiled.state_inputs.items():
+                feeds[key] = state.buffers()[name]
+        results = self._model.run(feeds)
+        if state is not None:
+            for name, start in starts.items():
+                state.write_rows(name, start, results[f"{name}/new"])
+            for name, key in compiled.state_outputs.items():
+                state.replace(name, results[key])
+        return {name: results[name] for name in compiled.outputs}
+
+    def _checked(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        arrays: dict[str, Array] = {}
+        for name, (kind, shape) in self._compiled.inputs.items():
+            if name not in inputs:
+                raise GemmaCoreMLError(f"Function {self.name!r} of {self._package} needs the input {name!r}.")
+            array = np.ascontiguousarray(inputs[name], _DTYPES.get(kind, np.int32))
+            if array.ndim != len(shape) or any(want not in (-1, have) for want, have in zip(shape, array.shape, strict=True)):
+                raise GemmaCoreMLError(
+                    f"Input {name!r} of function {self.name!r} has the shape {array.shape}, but {shape} is declared."
+                )
+            arrays[name] = array
+        return arrays

@@ -1,0 +1,110 @@
+"""One ONNX Runtime session over a package's weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from functools import cache
+
+import numpy as np
+
+from llm_gemma_coreml.errors import GemmaCoreMLError
+from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
+from llm_gemma_coreml.runtime.portable.compiled import CompiledModel
+from llm_gemma_coreml.runtime.portable.recipes import WeightReader, evaluate
+
+
+def default_threads() -> int:
+    """Compute threads when none are asked for: the processors this process may use, at most 8."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(usable, 8))
+
+
+class OnnxModel:
+    """A session of one translated model. Its weights are read from the package's mapped files."""
+
+    def __init__(self, model: CompiledModel, reader: WeightReader, options: RuntimeOptions) -> None:
+        import onnxruntime
+
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads = options.threads or default_threads()
+        settings.inter_op_num_threads = 1
+        settings.log_severity_level = 4
+        settings.enable_mem_pattern = False  # sizes differ from call to call
+        # Several sessions take turns: a pool that goes on spinning after its call would steal the next one's processor.
+        settings.add_session_config_entry("session.force_spinning_stop", "1")
+        arrays = {name: evaluate(recipe, reader) for name, recipe in model.weights.items()}
+        held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+        settings.add_external_initializers(list(held), list(held.values()))
+        try:
+            self._session = onnxruntime.InferenceSession(model.onnx, settings, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime has no common base class for its errors
+            raise GemmaCoreMLError(f"ONNX Runtime cannot load a translated function: {error}") from error
+        packed = {name for name, recipe in model.weights.items() if recipe.transform.startswith("nbits")}
+        if originals_are_packed():
+            held = {name: value for name, value in held.items() if name not in packed}
+        self._held = held
+        self.inputs = frozenset(item.name for item in self._session.get_inputs())
+        self._outputs = [item.name for item in self._session.get_outputs()]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name. Arrays are passed without a copy; they must be contiguous."""
+        try:
+            results = self._session.run(self._outputs, dict(feeds))
+        except Exception as error:
+            raise GemmaCoreMLError(f"ONNX Runtime failed in a translated function: {error}") from error
+        return dict(zip(self._outputs, results, strict=True))
+
+
+@cache
+def originals_are_packed() -> bool:
+    """True if this ONNX Runtime packs quantised weights when a session is made and does not read the originals again.
+
+    Found out with a small model whose weights are overwritten after loading; if so, they need not be held twice.
+    """
+    return all(_packs(bits) for bits in (4, 8))
+
+
+def _packs(bits: int) -> bool:
+    import onnx
+    import onnxruntime
+    from onnx import helper
+
+    inner, outer, block = 64, 32, 32
+    random = np.random.default_rng(0)
+    data = random.integers(0, 256, (outer, inner // block, block * bits // 8), dtype=np.uint8)
+    scales = random.random((outer, inner // block), dtype=np.float32)
+    node = helper.make_node(
+        "MatMulNBits", ["x", "data", "scales"], ["y"], domain="com.microsoft",
+        K=inner, N=outer, bits=bits, block_size=block, accuracy_level=4,
+    )  # fmt: skip
+    initialisers = []
+    for name, array in (("data", data), ("scales", scales)):
+        tensor = onnx.TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
+        tensor.dims.extend(array.shape)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (("location", "weights"), ("offset", "0"), ("length", str(math.prod(array.shape)))):
+            tensor.external_data.add(key=key, value=value)
+        initialisers.append(tensor)
+    kind = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        [node],
+        "probe",
+        [helper.make_tensor_value_info("x", kind, ["rows", inner])],
+        [helper.make_tensor_value_info("y", kind, ["rows", outer])],
+        initialisers,
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    settings = onnxruntime.SessionOptions()
+    settings.log_severity_level = 4
+    held = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in (data, scales)]
+    settings.add_external_initializers(["data", "scales"], held)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
+    feeds = [{"x": random.random((rows, inner), dtype=np.float32)} for rows in (1, 8)]
+    before = [session.run(None, feed)[0] for feed in feeds]
+    data[:] = 0
+    scales[:] = 0
+    after = [session.run(None, feed)[0] for feed in feeds]
+    return all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))

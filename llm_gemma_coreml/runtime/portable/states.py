@@ -1,0 +1,54 @@
+"""States of a package in host memory: fp32 buffers whose values are rounded to fp16, written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from llm_gemma_coreml.runtime.base import Array
+
+
+class PortableState:
+    """One session's states of one package.
+
+    Buffers are fp32, in the declared shapes, and zero when made; the pages of a long buffer take memory only once they
+    are written. Values are rounded to fp16 by the graph before they get here, so that they equal what Core ML holds.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._buffers: dict[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        self._written = dict.fromkeys(shapes, 0)
+
+    def buffers(self) -> Mapping[str, Array]:
+        """The live buffers by state name."""
+        return self._buffers
+
+    def nbytes(self) -> int:
+        """Bytes reserved (touched or not)."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def write_rows(self, name: str, start: int, rows: Array) -> None:
+        """Write `rows` [heads, n, dim] at slots start .. start + n - 1 of the state `name`."""
+        buffer = self._buffers[name]
+        end = min(start + rows.shape[1], buffer.shape[1])
+        buffer[:, start:end] = rows[:, : end - start]
+        self._written[name] = max(self._written[name], end)
+
+    def replace(self, name: str, value: Array) -> None:
+        """Copy the whole new value of a state that a function returned into its buffer."""
+        buffer = self._buffers[name]
+        np.copyto(buffer, value.astype(np.float16))
+        self._written[name] = buffer.shape[1] if buffer.ndim > 1 else 0
+
+    def copy(self) -> PortableState:
+        """An independent copy; only rows that were ever written are copied."""
+        other = PortableState({name: buffer.shape for name, buffer in self._buffers.items()})
+        for name, buffer in self._buffers.items():
+            if buffer.ndim > 1:
+                end = self._written[name]
+                other._buffers[name][:, :end] = buffer[:, :end]
+            else:
+                np.copyto(other._buffers[name], buffer)
+            other._written[name] = self._written[name]
+        return other
