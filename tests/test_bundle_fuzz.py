@@ -69,6 +69,7 @@ def mutate(content: bytes, source: random.Random) -> bytes:
 
 def read_everything(path: Path) -> None:
     opened = open_package(path)
+    assert opened.default_function in opened.functions
     opened.states()
     for name in opened.functions:
         for constant in opened.functions[name].all_constants():
@@ -107,15 +108,15 @@ def test_mutated_specifications(copy: Path) -> None:
 
 def test_mutated_weight_files(copy: Path) -> None:
     file = copy / "Data/com.apple.CoreML/weights/weight.bin"
-    read, refused = survive(copy, file, slice(0, file.stat().st_size), 800)
-    assert refused > 40
+    read, refused = survive(copy, file, slice(0, file.stat().st_size), 500)
+    assert refused > 25
     assert read > 0
 
 
 def test_mutated_blob_headers(copy: Path) -> None:
     file = copy / "Data/com.apple.CoreML/weights/weight.bin"
-    read, refused = survive(copy, file, slice(0, 128), 800)
-    assert refused > 200
+    read, refused = survive(copy, file, slice(0, 128), 500)
+    assert refused > 125
     assert read > 0
 
 

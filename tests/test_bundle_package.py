@@ -108,6 +108,7 @@ def block_of(model: Any, function: str = "main") -> Any:
 def read_all(package: Path) -> None:
     """Read everything that there is to read."""
     opened = open_package(package)
+    assert opened.default_function in opened.functions
     for name in opened.functions:
         for constant in opened.functions[name].all_constants():
             constant.value()

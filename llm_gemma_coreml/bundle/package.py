@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -43,17 +44,32 @@ class _LazyFunctions(Mapping[str, Function]):
 
 
 class Package:
-    """An open package. Weight files are mapped when first needed, for as long as a constant is in use."""
+    """An open package. The specification is parsed, and weight files are mapped, when first needed.
 
-    def __init__(self, path: Path, specification_path: Path, model: Any, specification_digest: str) -> None:
+    Everything that reads it may raise PackageError.
+    """
+
+    def __init__(self, path: Path, specification_path: Path, specification: bytes) -> None:
         self.path = path
         self.specification_path = specification_path
-        self.specification_digest = specification_digest
+        self.specification_digest = hashlib.sha256(specification).hexdigest()
         """SHA-256 (hex) of the specification file."""
-        self._messages = model.mlProgram.functions
-        self.functions: Mapping[str, Function] = _LazyFunctions(self, self._messages)
-        self.default_function: str = _default_function(path, model)
+        self._specification = specification
         self._weight_files: dict[str, WeightFile] = {}
+
+    @cached_property
+    def _model(self) -> Any:
+        return _parse_model(self.specification_path, self._specification)
+
+    @cached_property
+    def functions(self) -> Mapping[str, Function]:
+        """The functions by name; the operations of each are read and checked when it is asked for."""
+        return _LazyFunctions(self, self._model.mlProgram.functions)
+
+    @cached_property
+    def default_function(self) -> str:
+        """Name of the function that runs if none is named."""
+        return _default_function(self.path, self._model)
 
     def weight_files(self) -> tuple[Path, ...]:
         """All regular files in the `weights` folder beside the specification, sorted."""
@@ -66,10 +82,10 @@ class Package:
         """States that the function declares, found without reading its operations."""
         from llm_gemma_coreml.bundle.specification import read_states
 
-        if function not in self._messages:
+        if function not in self.functions:
             raise PackageError(f"{self.path} has no function {function!r}.")
         try:
-            return read_states(self._messages[function])
+            return read_states(self._model.mlProgram.functions[function])
         except PackageError as error:
             raise PackageError(f"{self.path}: function {function!r} cannot be used: {error}") from error
 
@@ -122,9 +138,9 @@ class Package:
 
 
 def open_package(path: Path) -> Package:
-    """Open the `.mlpackage` folder at `path`; functions and weights are read when asked for.
+    """Open the `.mlpackage` folder at `path`; its content is parsed when asked for.
 
-    Raises PackageError if it is no package, if a path in it leads outside, or if it holds no ML Program.
+    Raises PackageError if it is no package or if the path of its specification leads outside.
     """
     path = Path(path)
     if not path.is_dir():
@@ -132,9 +148,7 @@ def open_package(path: Path) -> Package:
     specification_path = _specification_path(path)
     if specification_path.stat().st_size > _LARGEST_SPECIFICATION:
         raise PackageError(f"{specification_path} is too large for a specification. Get the package again.")
-    content = specification_path.read_bytes()
-    model = _parse_model(specification_path, content)
-    return Package(path, specification_path, model, hashlib.sha256(content).hexdigest())
+    return Package(path, specification_path, specification_path.read_bytes())
 
 
 def _parse_model(path: Path, content: bytes) -> Any:
