@@ -9,7 +9,7 @@ import click
 
 from llm_gemma_coreml import catalog
 from llm_gemma_coreml.benchmark.command import bench
-from llm_gemma_coreml.bundle.store import InstalledBundle, list_bundles
+from llm_gemma_coreml.bundle.store import InstalledBundle, check_name, list_bundles
 from llm_gemma_coreml.command_types import (
     BundleName,
     Counts,
@@ -37,6 +37,8 @@ def convert(
     source: Path, name: str | None, bits: str | None, contexts: Any, widths: Any, report: bool
 ) -> None:
     """Convert a GGUF file or a safetensors directory SOURCE to a bundle"""
+    if name is not None:
+        check_name(name)
     from llm_gemma_coreml.convert.build import build_bundle
     from llm_gemma_coreml.progress import progress_bar
 
@@ -96,9 +98,10 @@ def _bundle_facts(bundle: InstalledBundle, meanings: dict[str, str]) -> dict[str
 @one_line_errors
 def info(name: str, as_json: bool) -> None:
     """Show the functions, states, weights and memory of the bundle NAME"""
+    bundle = catalog.installed_bundle(name)
     from llm_gemma_coreml.bundle import inspection
 
-    facts = inspection.inspect(catalog.installed_bundle(name).path)
+    facts = inspection.inspect(bundle.path)
     if as_json:
         write_json(facts)
     else:
@@ -146,10 +149,10 @@ def verify(name: str, full: bool, as_json: bool) -> None:
 
     Exit code 1 if a check fails.
     """
+    bundle = catalog.installed_bundle(name)
     from llm_gemma_coreml.engine import gates
     from llm_gemma_coreml.progress import progress_bar
 
-    bundle = catalog.installed_bundle(name)
     with progress_bar() as progress:
         report = gates.run_gates(bundle.path, full=full, progress=progress)
     if as_json:

@@ -20,7 +20,7 @@ def progress_bar() -> Iterator[Progress]:
 
     def report(work: str, done: int, total: int) -> None:
         nonlocal bar
-        if bar is None or bar.desc != f"{work}: ":
+        if bar is None or bar.desc != work:
             if bar is not None:
                 bar.close()
             bar = tqdm(

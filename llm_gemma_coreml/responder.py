@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_gemma_coreml import loaded, translate
-from llm_gemma_coreml.chat.messages import WarningEvent
+from llm_gemma_coreml.chat.messages import TextEvent, ToolCallEvent, WarningEvent
 from llm_gemma_coreml.engine.request import GenerationRequest, GenerationStatistics
 from llm_gemma_coreml.errors import RequestError
 from llm_gemma_coreml.options import GemmaOptions, sampling_parameters, speculation
@@ -35,6 +35,8 @@ class Turn:
     parser: ReplyParser
     schema: dict[Any, Any] | None
     warnings: list[str] = field(default_factory=list)
+    _text: list[str] = field(default_factory=list)
+    _called_tools: bool = False
 
     def parts(self, token_ids: Sequence[int], response: Any) -> Iterator[translate.Reply]:
         """What to yield for these tokens."""
@@ -43,15 +45,20 @@ class Turn:
     def last_parts(self, statistics: GenerationStatistics, response: Any) -> Iterator[translate.Reply]:
         """What to yield when the tokens have ended.
 
-        Raises RequestError if the answer was to be JSON and is not all there.
+        Raises RequestError if the answer was to be JSON, and is not all there or breaks the schema.
         """
         cut_off = statistics.finish_reason in ("length", "cancelled")
         yield from self._parts(self.parser.finish(complete=not cut_off), response)
-        if self.schema is not None and statistics.finish_reason == "length":
+        if self.schema is None or self._called_tools:
+            return
+        if statistics.finish_reason == "length":
             raise RequestError(
                 f"The answer was cut off after {statistics.output_tokens} tokens, before its JSON was "
                 "complete. Raise max_tokens (-o max_tokens N) or ask for less."
             )
+        from llm_gemma_coreml.chat.json_schema import read_reply
+
+        read_reply("".join(self._text), self.schema)
 
     def report(self, statistics: GenerationStatistics, response: Any) -> None:
         """Usage, resolved model and details, as llm shows and logs them."""
@@ -68,6 +75,9 @@ class Turn:
 
     def _parts(self, events: Sequence[Any], response: Any) -> Iterator[translate.Reply]:
         self._warn([event.message for event in events if isinstance(event, WarningEvent)])
+        if self.schema is not None:
+            self._text += [event.text for event in events if isinstance(event, TextEvent)]
+            self._called_tools |= any(isinstance(event, ToolCallEvent) for event in events)
         return translate.reply_parts(events, response)
 
     def _warn(self, messages: Sequence[str]) -> None:
