@@ -46,9 +46,10 @@ def load(bundle: Path, context: int | None = None) -> LoadedBundle:
 
 def _open(bundle: Path, context: int | None) -> LoadedBundle:
     from llm_gemma_coreml.chat.chat import Chat
-    from llm_gemma_coreml.engine.engine import Engine
 
     chat = Chat(bundle)
+    from llm_gemma_coreml.engine.engine import Engine
+
     return LoadedBundle(Engine.open(bundle, context=context), chat, context)
 
 

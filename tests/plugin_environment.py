@@ -1,4 +1,4 @@
-"""For tests of the llm plugin: llm with our plugin in this process and in child processes, in a folder of its own."""
+"""For tests of the llm plugin: llm with our plugin, in this process and in child processes."""
 
 from __future__ import annotations
 

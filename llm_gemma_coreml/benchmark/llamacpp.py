@@ -13,9 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from llm_gemma_coreml.benchmark.side import BenchmarkError, process_memory, serve
+from llm_gemma_coreml.benchmark.side import BenchmarkError, process_memory, random_tokens, serve
 
-PROMPT_SEED = 20240229
 _BATCH = 2048
 _PHYSICAL_BATCH = 512
 _PARAMETER_BYTES = 1024
@@ -173,9 +172,9 @@ class LlamaCpp:
         """One call; the time of the call itself, without filling in the batch."""
         batch = self._batch
         batch.n_tokens = tokens
-        for row in range(tokens):
+        for row, token in enumerate(random_tokens(self._position, tokens, self._vocabulary)):
             position = self._position + row
-            batch.token[row] = (position * 2654435761 + PROMPT_SEED) % (self._vocabulary - 1000) + 500
+            batch.token[row] = token
             batch.pos[row] = position
             batch.n_seq_id[row] = 1
             batch.seq_id[row][0] = 0

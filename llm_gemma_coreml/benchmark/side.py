@@ -34,6 +34,13 @@ class Side(Protocol):
         """Bytes of this process: resident (`rss`), its peak (`peak`), proportional (`pss`, Linux)."""
 
 
+def random_tokens(position: int, count: int, vocabulary: int) -> list[int]:
+    """Ids for `count` positions from `position` on: scattered over the vocabulary, the same on every side."""
+    return [
+        500 + (at * 2654435761 + 20240229) % (vocabulary - 1000) for at in range(position, position + count)
+    ]
+
+
 def process_memory() -> dict[str, int]:
     """Memory of this process in bytes; see Side.memory. Keys that the system does not tell are left out."""
     import resource
