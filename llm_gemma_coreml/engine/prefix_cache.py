@@ -1,0 +1,164 @@
+"""Sessions that are kept between requests: the one with the longest common prefix is continued."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from llm_gemma_coreml.engine.session import Session
+from llm_gemma_coreml.engine.speculation import Speculator
+
+MAXIMUM_SLOTS = 8
+_BLOCK = 128
+_SNAPSHOT_SHARE = 0.25
+"""Share of the budget that one session's snapshots may take."""
+_MAXIMUM_SNAPSHOTS = 12
+_WORTH_FORKING = 32
+"""Tokens of common prefix from which a copy is better than prefilling them again."""
+
+
+@dataclass(eq=False)
+class SessionSlot:
+    """A session with its drafters. `pinned` tokens at its start are never rewound or evicted."""
+
+    session: Session
+    speculator: Speculator
+    pinned: int = 0
+    last_use: int = 0
+    marks: list[int] = field(default_factory=list)
+
+
+class PrefixCache:
+    """Session slots under a memory budget, least recently used evicted first. Used on the engine's thread."""
+
+    def __init__(
+        self,
+        make: Callable[[Session | None], SessionSlot],
+        budget: int | None = None,
+        slots: int = MAXIMUM_SLOTS,
+    ) -> None:
+        """make: builds a slot around a session (None: a new one). budget: bytes of K/V, default by memory."""
+        self._make = make
+        self.budget = default_budget() if budget is None else budget
+        self._maximum = slots
+        self._slots: list[SessionSlot] = []
+        self._clock = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def acquire(self, ids: Sequence[int]) -> SessionSlot:
+        """A slot whose session holds a proper prefix of `ids` (at least one id) and nothing else."""
+        best, keep = self._best(ids)
+        if best is None:
+            slot = self._fresh()
+        elif keep == len(best.session):
+            slot = best
+        elif self._should_fork(best, keep):
+            slot = self._make(best.session.fork(keep))
+            self._add(slot)
+        elif keep < best.pinned:
+            slot = self._fresh()
+        else:
+            best.session.rewind(keep)
+            slot = best
+        slot.last_use = next(self._clock)
+        self._mark(slot, len(ids))
+        return slot
+
+    def _best(self, ids: Sequence[int]) -> tuple[SessionSlot | None, int]:
+        """The slot of which the most tokens can be used, and how many."""
+        best, most = None, 0
+        for slot in sorted(self._slots, key=lambda slot: -slot.last_use):
+            session = slot.session
+            keep = session.rewind_target(min(session.match(ids), len(ids) - 1))
+            if keep > most:
+                best, most = slot, keep
+        return best, most
+
+    def _should_fork(self, slot: SessionSlot, keep: int) -> bool:
+        """True if the session's own continuation is worth keeping beside the new one."""
+        if keep < _WORTH_FORKING:
+            return False
+        lost = len(slot.session) - keep
+        if keep >= slot.pinned and lost <= keep:
+            return False
+        share = slot.session.nbytes() * keep // max(1, len(slot.session))
+        return keep < slot.pinned or self.nbytes() + share <= self.budget
+
+    def _fresh(self) -> SessionSlot:
+        slot = self._make(None)
+        self._add(slot)
+        return slot
+
+    def _add(self, slot: SessionSlot) -> None:
+        self._slots.append(slot)
+        slot.last_use = next(self._clock)
+        while len(self._slots) > self._maximum and self._evict(slot):
+            pass
+
+    def release(self, slot: SessionSlot) -> None:
+        """The request is over: make room for the next ones."""
+        slot.last_use = next(self._clock)
+        while self.nbytes() > self.budget and self._evict(slot):
+            pass
+
+    def drop(self, slot: SessionSlot) -> None:
+        """Forget a slot, because its session may be damaged."""
+        if slot in self._slots:
+            self._slots.remove(slot)
+
+    def _evict(self, keep: SessionSlot) -> bool:
+        candidates = [slot for slot in self._slots if slot is not keep and not slot.pinned]
+        if not candidates:
+            return False
+        self._slots.remove(min(candidates, key=lambda slot: slot.last_use))
+        return True
+
+    def pin(self, slot: SessionSlot, length: int) -> None:
+        """Keep the first `length` tokens of the slot's session until `unpin`."""
+        slot.pinned = max(slot.pinned, length)
+
+    def unpin(self, ids: Sequence[int]) -> bool:
+        """Undo `pin` for these tokens; False if they were not pinned."""
+        found = [slot for slot in self._slots if slot.pinned and slot.session.match(ids) >= slot.pinned]
+        for slot in found:
+            slot.pinned = 0
+        return bool(found)
+
+    def clear(self) -> None:
+        """Forget all sessions."""
+        self._slots.clear()
+
+    def nbytes(self) -> int:
+        """Bytes of K/V and snapshots of all sessions."""
+        return sum(slot.session.nbytes() for slot in self._slots)
+
+    def _mark(self, slot: SessionSlot, prompt: int) -> None:
+        """Choose where this session can be rewound to after its ring has wrapped.
+
+        To the prompt's end (the next turn may render the answer differently), to a pinned prefix, and to points
+        before the prompt's end at doubling distances: then a prompt that differs in its last n tokens costs
+        about n tokens more.
+        """
+        size = max(1, slot.session.snapshot_nbytes())
+        allowed = int(min(_MAXIMUM_SNAPSHOTS, max(1, self.budget * _SNAPSHOT_SHARE // size)))
+        wanted = [prompt - 1]
+        if slot.pinned:
+            wanted.append(slot.pinned)
+        distance = _BLOCK
+        while distance < prompt:
+            wanted.append((prompt - distance) // _BLOCK * _BLOCK)
+            distance *= 2
+        slot.session.keep_rewindable([p for p in dict.fromkeys(wanted) if p > 0][:allowed])
+
+
+def default_budget() -> int:
+    """A quarter of the machine's memory, at most 4 GB."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        memory = 8 << 30
+    return min(memory // 4, 4 << 30)
