@@ -74,7 +74,7 @@ class Runtime(Protocol):
         """None if this runtime works on this machine, else the reason why not."""
 
     def load(self, package: Path, options: RuntimeOptions) -> LoadedPackage:
-        """Open the `.mlpackage` at that path. Raises PackageError, UnsupportedOperationError, MissingDependencyError."""
+        """Open the `.mlpackage` at that path. Raises what errors.py names."""
 
 
 def as_float32(array: Array) -> NDArray[np.float32]:

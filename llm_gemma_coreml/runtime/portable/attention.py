@@ -1,7 +1,8 @@
 """Recognises stateful attention: rows written into a K and a V state, then masked attention over a prefix view of both.
 
-The pattern is the one that Apple's own examples use: `slice_update` at a run-time row, `write_state`, `read_state`, a prefix view, scores,
-`select` with a mask that is elementwise in the positions, softmax, weighted sum. Anything else is left to the general path.
+The pattern is the one that Apple's own examples use: `slice_update` at a run-time row, `write_state`, `read_state`, a
+prefix view, scores, `select` with a mask that is elementwise in the positions, softmax, weighted sum. Anything else is
+left to the general path.
 """
 
 from __future__ import annotations
@@ -172,9 +173,7 @@ def _match(graph: _Graph, softmax: Operation) -> AttentionMatch | None:
     rows = graph.shape(keys.new_rows)[1]
     if slots is None or keys.rows != values.rows or folded % rows or folded == rows:
         return None
-    plan = AttentionPlan(
-        keys.state, values.state, kv_heads, folded // rows, head_dim, keys.write_start, slots
-    )
+    plan = AttentionPlan(keys.state, values.state, kv_heads, folded // rows, head_dim, keys.write_start, slots)
     claimed = {scores.name, unfold.name, select.name, softmax.name, fold.name, weighted.name}
     return AttentionMatch(
         plan,
@@ -238,17 +237,17 @@ def _write_start(graph: _Graph, begin: str | Constant | None) -> str | None:
     joining = graph.source(begin)
     if joining is None or joining.type != "concat":
         return None
-    parts = [
-        graph.function.constants.get(v, v) if isinstance(v, str) else v for v in joining.inputs.get("values", ())
-    ]
-    if len(parts) != 3 or not all(isinstance(p, Constant) and not any(p.value().reshape(-1)) for p in (parts[0], parts[2])):
+    parts = [graph.function.constants.get(v, v) if isinstance(v, str) else v for v in joining.inputs.get("values", ())]
+    if len(parts) != 3 or not all(
+        isinstance(p, Constant) and not any(p.value().reshape(-1)) for p in (parts[0], parts[2])
+    ):
         return None
     start = parts[1]
     while isinstance(start, str) and start not in graph.function.inputs:
         operation = graph.producer.get(start)
         if operation is None or operation.type not in _PASS_THROUGH:
             return None
-        start = graph.argument(operation, "x")
+        (start,) = operation.inputs.get("x", ("",))[:1]
     return start if isinstance(start, str) and graph.function.inputs[start].shape == (1,) else None
 
 
@@ -271,7 +270,7 @@ def mask_leaves(graph: _Graph, mask: str) -> Iterator[str | Operation]:
 
 
 def _slot_positions(graph: _Graph, mask: str, rows: int) -> str | None:
-    """The input [rows] that the mask reads as slot positions, if the mask is elementwise and hides slots that hold -1."""
+    """The input [rows] that the mask reads as slot positions, if the mask is elementwise and hides slots of -1."""
     operations = [leaf for leaf in mask_leaves(graph, mask) if isinstance(leaf, Operation)]
     if any(op.type not in _ELEMENTWISE or op.type in ("logical_or", "logical_not") for op in operations):
         return None

@@ -1,8 +1,9 @@
 """Emits recognised attention in block form: past slots read in place, the current block of 128 apart, scores joined.
 
 Summation order is what makes a token's logits independent of how the tokens before it were cut into calls:
-the past is always the slots outside of the current block, the block's rows always come in slot order, products always have at
-most 16 columns (so that the matrix kernels use one accumulation order), and the block is padded to a multiple of 16 rows.
+the past is always the slots outside of the current block, the block's rows always come in slot order, products always
+have at most 16 columns (so that the matrix kernels use one accumulation order, whatever the number of threads), and the
+block is padded to a multiple of 16 rows.
 """
 
 from __future__ import annotations
@@ -198,7 +199,11 @@ def _masked(context: Context, match: AttentionMatch, scores: str, shared: _Share
     graph, plan = context.graph, match.plan
     key = ("heads", str(plan.kv_heads), str(plan.group))
     if key not in shared.values:
-        parts = [graph.constant([plan.kv_heads, plan.group], "int64"), shared.values[("rows",)], graph.constant([-1], "int64")]
+        parts = [
+            graph.constant([plan.kv_heads, plan.group], "int64"),
+            shared.values[("rows",)],
+            graph.constant([-1], "int64"),
+        ]
         shared.values[key] = graph.emit("Concat", parts, axis=0)
     return graph.reshape(scores, shared.values[key])
 

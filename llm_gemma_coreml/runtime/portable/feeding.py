@@ -22,7 +22,7 @@ from llm_gemma_coreml.runtime.portable.states import PortableState
 
 @dataclass(frozen=True)
 class BlockSlots:
-    """One call's rows in the slots of one kind of layer: block of slots first .. start + rows - 1, past = all others."""
+    """A call's rows in the slots of one kind of layer. Block: slots first .. start + rows - 1; past: all others."""
 
     start: int
     """First slot written."""

@@ -12,7 +12,7 @@ import numpy as np
 from llm_gemma_coreml.bundle.package import Package, open_package
 from llm_gemma_coreml.bundle.program import Function as Program
 from llm_gemma_coreml.errors import GemmaCoreMLError, PackageError
-from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
+from llm_gemma_coreml.runtime.base import Array, RuntimeOptions, State
 from llm_gemma_coreml.runtime.portable.compiled import (
     FORMAT,
     Cache,
@@ -25,7 +25,12 @@ from llm_gemma_coreml.runtime.portable.model import OnnxModel
 from llm_gemma_coreml.runtime.portable.recipes import WeightReader
 from llm_gemma_coreml.runtime.portable.states import PortableState
 
-_DTYPES = {"float16": np.float32, "float32": np.float32, "int32": np.int32, "bool": np.bool_}
+_DTYPES: dict[str, type[np.generic]] = {
+    "float16": np.float32,
+    "float32": np.float32,
+    "int32": np.int32,
+    "bool": np.bool_,
+}
 
 
 class PortableRuntime:
@@ -72,9 +77,9 @@ class PortablePackage:
         """A zero-filled state, or None if the package has none."""
         return PortableState(self._compiled.states) if self._compiled.states else None
 
-    def fork_state(self, state: PortableState) -> PortableState:
+    def fork_state(self, state: State) -> PortableState:
         """An independent copy of `state`."""
-        return state.copy()
+        return _own(state).copy()
 
     def close(self) -> None:
         """Let go of sessions and weights."""
@@ -95,8 +100,8 @@ class PortablePackage:
             other = {state: kind.shape for state, kind in functions[name].states.items()}
             if other and states and other != states:
                 raise PackageError(
-                    f"{self._path}: functions {self._package.default_function!r} and {name!r} declare different states, "
-                    "so that one state cannot serve both. Build the package again."
+                    f"{self._path}: functions {self._package.default_function!r} and {name!r} declare different states: "
+                    "one state cannot serve both. Build the package again."
                 )
             states = states or other
         return CompiledPackage(names, states)
@@ -164,25 +169,26 @@ class PortableFunction:
         self._model = model
         self._package = package
 
-    def run(self, inputs: Mapping[str, Array], state: PortableState | None = None) -> dict[str, Array]:
+    def run(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once; see runtime.base.Function.run."""
         compiled = self._compiled
         arrays = self._checked(inputs)
         feeds = {name: array for name, array in arrays.items() if name in self._model.inputs}
         starts: dict[str, int] = {}
+        own = None if state is None else _own(state)
         if compiled.attentions or compiled.state_inputs:
-            if state is None:
+            if own is None:
                 raise GemmaCoreMLError(f"Function {self.name!r} of {self._package} needs a state: make one first.")
-            attention, starts = attention_feeds(compiled.attentions, arrays, compiled.rows, state)
+            attention, starts = attention_feeds(compiled.attentions, arrays, compiled.rows, own)
             feeds.update(attention)
             for name, key in compiled.state_inputs.items():
-                feeds[key] = state.buffers()[name]
+                feeds[key] = own.buffers()[name]
         results = self._model.run(feeds)
-        if state is not None:
+        if own is not None:
             for name, start in starts.items():
-                state.write_rows(name, start, results[f"{name}/new"])
+                own.write_rows(name, start, results[f"{name}/new"])
             for name, key in compiled.state_outputs.items():
-                state.replace(name, results[key])
+                own.replace(name, results[key])
         return {name: results[name] for name in compiled.outputs}
 
     def _checked(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -190,10 +196,18 @@ class PortableFunction:
         for name, (kind, shape) in self._compiled.inputs.items():
             if name not in inputs:
                 raise GemmaCoreMLError(f"Function {self.name!r} of {self._package} needs the input {name!r}.")
-            array = np.ascontiguousarray(inputs[name], _DTYPES.get(kind, np.int32))
-            if array.ndim != len(shape) or any(want not in (-1, have) for want, have in zip(shape, array.shape, strict=True)):
+            array: Array = np.ascontiguousarray(inputs[name], _DTYPES.get(kind, np.int32))
+            if array.ndim != len(shape) or any(
+                want not in (-1, have) for want, have in zip(shape, array.shape, strict=True)
+            ):
                 raise GemmaCoreMLError(
                     f"Input {name!r} of function {self.name!r} has the shape {array.shape}, but {shape} is declared."
                 )
             arrays[name] = array
         return arrays
+
+
+def _own(state: State) -> PortableState:
+    if not isinstance(state, PortableState):
+        raise GemmaCoreMLError("A state made by another runtime was given: make it with this package's make_state().")
+    return state
