@@ -51,7 +51,9 @@ class Function(Protocol):
 class LoadedPackage(Protocol):
     """An open package. All functions share one copy of the weights and accept one state object."""
 
-    function_names: Sequence[str]
+    @property
+    def function_names(self) -> Sequence[str]:
+        """Names of all functions."""
 
     def function(self, name: str) -> Function:
         """The function of that name, loaded when first asked for."""
