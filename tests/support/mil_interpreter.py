@@ -29,14 +29,10 @@ class Interpreter:
 
     def run(self, inputs: Mapping[str, Array], states: dict[str, Array]) -> dict[str, Array]:
         for name, kind in self.function.inputs.items():
-            assert inputs[name].shape == kind.shape, (
-                f"{name}: {inputs[name].shape} given, {kind.shape} declared"
-            )
+            assert inputs[name].shape == kind.shape, f"{name}: {inputs[name].shape} given, {kind.shape} declared"
         values: dict[str, Any] = {**inputs}
         for operation in self.function.operations:
-            arguments = {
-                name: self._argument(parts, values, states) for name, parts in operation.inputs.items()
-            }
+            arguments = {name: self._argument(parts, values, states) for name, parts in operation.inputs.items()}
             result = self._execute(operation, arguments, states)
             results = result if isinstance(result, list) else [result]
             for (name, kind), value in zip(operation.outputs, results, strict=False):

@@ -1,4 +1,4 @@
-"""Tiny random Gemma 3 models: a checkpoint, the bundle built from it, and transformers with the bundle's own weights."""
+"""Tiny random Gemma 3 models: a checkpoint, its bundle, and transformers with the weights that the bundle has."""
 
 from __future__ import annotations
 
@@ -56,16 +56,22 @@ def reference_model(checkpoint: Path, bits: int = 8) -> Any:
 
     bits 4 quantises without importance: give build_bundle bits 8 or 16, or compare loosely.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = json.loads((checkpoint / "config.json").read_text())
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config)
     source = open_source(checkpoint)
-    state = {name: torch.from_numpy(value) for name, value in _reference_tensors(source, bits).items()}
+    model = fill_reference(AutoModelForCausalLM.from_config(config), source, bits)
     source.close()
+    return model
+
+
+def fill_reference(model: Any, source: Source, bits: int) -> Any:
+    """Give a transformers model the dequantised weights of `source`."""
+    import torch
+
+    state = {name: torch.from_numpy(value) for name, value in _reference_tensors(source, bits).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert set(missing) <= {"lm_head.weight"}, missing
     assert not unexpected, unexpected
