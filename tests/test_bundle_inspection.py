@@ -143,3 +143,8 @@ def test_cache_bytes_of_gemma_3_270m() -> None:
     ring, per_token = inspection.cache_bytes(dataclasses.replace(manifest(), states=states))
     assert ring == 15 * 2 * 768 * 256 * np.dtype(np.float16).itemsize
     assert per_token == 3 * 2 * 256 * 2
+
+
+def test_functions_are_listed_in_order_of_their_numbers() -> None:
+    names = ["context_32768_width_1", "context_4096_width_128", "context_4096_width_8"]
+    assert sorted(names, key=inspection._natural_order) == [names[2], names[1], names[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -143,10 +144,15 @@ def _package_facts(bundle_path: Path, relative: str) -> dict[str, Any]:
     package = open_package(bundle_path / relative)
     return {
         "path": relative,
-        "functions": list(package.functions),
+        "functions": sorted(package.functions, key=_natural_order),
         "states": {name: [state.dtype, *state.shape] for name, state in package.states().items()},
         "weight_bytes": weight_bytes(package.path),
     }
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """Sorts "width_2" before "width_128"."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def render(facts: dict[str, Any]) -> str:
