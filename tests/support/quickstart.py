@@ -19,11 +19,22 @@ def prose() -> str:
     return "\n".join((DATA / name).read_text(encoding="utf-8") for name in names)
 
 
+def _attention_with_half_states(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    """transformers' own attention over K/V rounded to fp16, the type of the states."""
+    from transformers.models.gemma3.modeling_gemma3 import eager_attention_forward
+
+    key, value = key.half().float(), value.half().float()
+    return eager_attention_forward(module, query, key, value, *args, **options)
+
+
 @cache
 def reference_model(bits: int = 8) -> Any:
     """Gemma 3 270M in transformers, fp32, with the dequantised weights of a bundle of that many bits."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from transformers import AttentionInterface, AttentionMaskInterface, Gemma3ForCausalLM, Gemma3TextConfig
+    from transformers.masking_utils import eager_mask
 
+    AttentionInterface.register("half_states", _attention_with_half_states)
+    AttentionMaskInterface.register("half_states", eager_mask)
     source = open_quickstart()
     config = source.config
     settings = Gemma3TextConfig(
@@ -43,7 +54,7 @@ def reference_model(bits: int = 8) -> Any:
         },
         max_position_embeddings=config.context_length,
         rms_norm_eps=config.rms_norm_epsilon,
-        attn_implementation="eager",
+        attn_implementation="half_states",
     )
     model = fill_reference(Gemma3ForCausalLM(settings), source, bits)
     source.close()
