@@ -65,6 +65,8 @@ class CompiledPackage:
     states: dict[str, tuple[int, ...]]
     functions: dict[str, CompiledFunction] = field(default_factory=dict)
     models: dict[str, CompiledModel] = field(default_factory=dict)
+    originals_packed: bool | None = None
+    """What model.originals_are_packed found; None if it was not asked."""
 
 
 class Cache:
@@ -83,6 +85,7 @@ class Cache:
             package = CompiledPackage(
                 tuple(index["function_names"]), {name: tuple(shape) for name, shape in index["states"].items()}
             )
+            package.originals_packed = bool(index["originals_packed"])
             for name, data in index["functions"].items():
                 package.functions[name] = CompiledFunction.from_json(data)
             for digest in {function.model for function in package.functions.values()}:
@@ -111,6 +114,7 @@ class Cache:
             index = {
                 "function_names": package.function_names,
                 "states": package.states,
+                "originals_packed": package.originals_packed,
                 "functions": {name: asdict(function) for name, function in package.functions.items()},
             }
             self._write(f"{self._key}.json", json.dumps(index).encode())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llm_gemma_coreml.bundle.program import Constant, Function, Operation, TensorType
+from llm_gemma_coreml.bundle.program import Block, Constant, Function, Operation, TensorType
 from llm_gemma_coreml.errors import PackageError, UnsupportedOperationError
 from llm_gemma_coreml.runtime.portable.graph import ELEMENT_TYPES, EMBEDDED_BYTES, GraphBuilder
 from llm_gemma_coreml.runtime.portable.recipes import Source, WeightReader, WeightRecipe, evaluate
@@ -34,9 +34,7 @@ class Claim:
 class Context:
     """Values and operations of one function during its translation."""
 
-    def __init__(
-        self, function: Function, graph: GraphBuilder, package: str, *, exact: bool, symbolic: bool
-    ) -> None:
+    def __init__(self, function: Function, graph: GraphBuilder, package: str, *, exact: bool, symbolic: bool) -> None:
         self.function = function
         self.graph = graph
         self.package = package
@@ -44,6 +42,7 @@ class Context:
         """True: weights are used as fp32 in every product."""
         self.symbolic = symbolic
         """True: sizes in the MIL types need not be those of the run."""
+        self._outer: Context | None = None
         self._values: dict[str, Value] = {}
         self._stored: dict[int, str] = {}
         self._rounded: dict[int, str] = {}
@@ -78,9 +77,7 @@ class Context:
         """
         found = [operation for operation in self.function.operations if operation.name in claim.operations]
         if len(found) != len(claim.operations) or any(id(operation) in self._claim_of for operation in found):
-            raise PackageError(
-                f"{self.package}: operations of function {self.function.name!r} cannot be told apart."
-            )
+            raise PackageError(f"{self.package}: operations of function {self.function.name!r} cannot be told apart.")
         for operation in found:
             self._claim_of[id(operation)] = claim
 
@@ -102,6 +99,8 @@ class Context:
             return next(kind for output, kind in self._producer[name].outputs if output == name)
         if name in self.function.constants:
             return self.function.constants[name].type
+        if self._outer is not None and name not in self.function.inputs:
+            return self._outer.type_of(name)
         return self.function.inputs[name] if name in self.function.inputs else self.function.states[name]
 
     def value(self, item: str | Constant) -> Value:
@@ -114,6 +113,8 @@ class Context:
                 self._values[item] = Value(constant.type, constant=constant)
             elif item in self._producer:
                 self.translate(self._producer[item])
+            elif self._outer is not None:
+                self._values[item] = self._outer.value(item)
         if item not in self._values:
             raise PackageError(
                 f"{self.package}: function {self.function.name!r} uses {item!r}, which is not available."
@@ -173,7 +174,13 @@ class Context:
         translator = TRANSLATORS.get(operation.type)
         if translator is None:
             raise self.unsupported(operation)
-        result = translator(OperationView(operation, self), self.graph)
+        try:
+            result = translator(OperationView(operation, self), self.graph)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise PackageError(
+                f"{self.package}: operation {operation.type} ({operation.name!r} in function "
+                f"{self.function.name!r}) is malformed ({error!r}). Build or get the package again."
+            ) from error
         results = [result] if isinstance(result, str | Value) else list(result)
         return results[: len(operation.outputs)]
 
@@ -227,16 +234,35 @@ class Context:
                 if id(write) not in live:
                     self._mark(write, live, pending)
 
+    # Nested blocks
+
+    def nested(self, block: Block) -> Context:
+        """The context of a nested block, which also sees the values defined around it."""
+        function = self.function
+        inside = Function(
+            function.name, block.inputs, {}, block.operations, block.outputs, function.opset, block.constants
+        )
+        inner = Context(inside, self.graph, self.package, exact=self.exact, symbolic=True)
+        inner._outer = self
+        inner._stored = self._stored
+        return inner
+
+    def prepare(self, block: Block) -> None:
+        """Translate here what a nested block uses from outside, so that later operations can use it too."""
+        for name in {*_names_used(block.operations), *block.outputs}:
+            if name in self._producer and name not in self._values:
+                self.translate(self._producer[name])
+
     # Several versions of one part of the graph
 
     def replay(self, outputs: Sequence[str], substitutes: Mapping[str, str]) -> list[str]:
         """Translate the operations between `substitutes` (MIL name -> ONNX value) and `outputs` once more.
 
         Returns the ONNX names of `outputs` computed from the substitutes. Operations that do not depend on
-        them are shared. Sizes may differ from those of the MIL types (see `symbolic`).
+        them are shared; none is translated by a claim. Sizes may differ from those of the MIL types (see
+        `symbolic`).
         """
         other = Context(self.function, self.graph, self.package, exact=self.exact, symbolic=True)
-        other._claim_of = self._claim_of
         other._stored = self._stored
         affected = set(substitutes)
         for operation in self.function.operations:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,33 @@ ELEMENT_TYPES: dict[str, int] = {
 Dimensions = Sequence[int | str | None]
 
 
+class NestedGraph:
+    """The graph of one branch or loop body."""
+
+    def __init__(self, name: str, fresh: Callable[[str], str]) -> None:
+        self.name = name
+        self.nodes: list[onnx.NodeProto] = []
+        self.outputs: list[str] = []
+        """Names of the values that the graph gives, in order; may be values of the graph around it."""
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._fresh = fresh
+
+    def add_input(self, element_type: int, dimensions: Dimensions | None = None) -> str:
+        """Declare the next input (of any shape, if no dimensions are given) and return its name."""
+        name = self._fresh("argument")
+        self._inputs.append(onnx.helper.make_tensor_value_info(name, element_type, dimensions))
+        return name
+
+    def proto(self) -> onnx.GraphProto:
+        """The finished graph."""
+        outputs = []
+        for value in self.outputs:
+            name = self._fresh("result")
+            self.nodes.append(onnx.helper.make_node("Identity", [value], [name], name=f"{name}/node"))
+            outputs.append(onnx.ValueInfoProto(name=name))
+        return onnx.helper.make_graph(self.nodes, self.name, self._inputs, outputs)
+
+
 class GraphBuilder:
     """Collects the parts of an ONNX model. Value names are made unique by a counter."""
 
@@ -44,9 +72,7 @@ class GraphBuilder:
         self._names: set[str] = set()
         self._counter = 0
 
-    def emit(
-        self, op_type: str, inputs: Sequence[str], domain: str = "", hint: str = "", **attributes: Any
-    ) -> str:
+    def emit(self, op_type: str, inputs: Sequence[str], domain: str = "", hint: str = "", **attributes: Any) -> str:
         """Add a node with one output and return the output's name. An input "" is an absent optional one."""
         return self.emit_many(op_type, inputs, 1, domain, hint, **attributes)[0]
 
@@ -64,9 +90,7 @@ class GraphBuilder:
         trimmed = list(inputs)
         while trimmed and not trimmed[-1]:
             trimmed.pop()
-        node = onnx.helper.make_node(
-            op_type, trimmed, names, name=f"{names[0]}/node", domain=domain, **attributes
-        )
+        node = onnx.helper.make_node(op_type, trimmed, names, name=f"{names[0]}/node", domain=domain, **attributes)
         self.nodes.append(node)
         return names
 
@@ -91,9 +115,7 @@ class GraphBuilder:
         name = f"weight/{recipe.identifier()}"
         if name not in self.weights:
             self.weights[name] = recipe
-            tensor = onnx.TensorProto(
-                name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(np.dtype(recipe.dtype))
-            )
+            tensor = onnx.TensorProto(name=name, data_type=onnx.helper.np_dtype_to_tensor_dtype(np.dtype(recipe.dtype)))
             tensor.dims.extend(recipe.shape)
             tensor.data_location = onnx.TensorProto.EXTERNAL
             for key, value in (("location", "weights"), ("offset", "0"), ("length", str(recipe.nbytes))):
@@ -107,19 +129,26 @@ class GraphBuilder:
         self.inputs.append(onnx.helper.make_tensor_value_info(name, element_type, list(dimensions)))
         return name
 
-    def add_output(
-        self, name: str, value: str, element_type: int, dimensions: Dimensions | None = None
-    ) -> None:
+    def add_output(self, name: str, value: str, element_type: int, dimensions: Dimensions | None = None) -> None:
         """Declare the model output `name` that gives `value`."""
         self.nodes.append(onnx.helper.make_node("Identity", [value], [name], name=f"{name}/output"))
         shape = None if dimensions is None else list(dimensions)
         self.outputs.append(onnx.helper.make_tensor_value_info(name, element_type, shape))
 
+    @contextmanager
+    def nested(self, name: str) -> Iterator[NestedGraph]:
+        """Emit into a graph of its own, for If and Loop. Values of the graph around it may be used in it."""
+        outer, self.nodes = self.nodes, []
+        inner = NestedGraph(self._fresh(name), self._fresh)
+        try:
+            yield inner
+            inner.nodes = self.nodes
+        finally:
+            self.nodes = outer
+
     def model(self, name: str) -> onnx.ModelProto:
         """The finished model; its weights have to be given to the session by name."""
-        graph = onnx.helper.make_graph(
-            self.nodes, name, self.inputs, self.outputs, initializer=self.initializers
-        )
+        graph = onnx.helper.make_graph(self.nodes, name, self.inputs, self.outputs, initializer=self.initializers)
         opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(MICROSOFT, 1)]
         return onnx.helper.make_model(
             graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="llm-gemma-coreml"
@@ -170,12 +199,8 @@ class GraphBuilder:
 
     def slice(self, value: str, start: int | str, end: int | str, axis: int, step: int = 1) -> str:
         """A slice along one axis; start and end are numbers or names of int64 [1] values."""
-        bounds = [
-            bound if isinstance(bound, str) else self.constant([bound], "int64") for bound in (start, end)
-        ]
-        return self.emit(
-            "Slice", [value, *bounds, self.constant([axis], "int64"), self.constant([step], "int64")]
-        )
+        bounds = [bound if isinstance(bound, str) else self.constant([bound], "int64") for bound in (start, end)]
+        return self.emit("Slice", [value, *bounds, self.constant([axis], "int64"), self.constant([step], "int64")])
 
     def reduce(self, op_type: str, value: str, axes: Sequence[int] | None, keep: bool = True) -> str:
         """A reduction over `axes` (None: all)."""

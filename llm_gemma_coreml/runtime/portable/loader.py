@@ -21,8 +21,7 @@ from llm_gemma_coreml.runtime.portable.compiled import (
     CompiledPackage,
 )
 from llm_gemma_coreml.runtime.portable.feeding import attention_feeds
-from llm_gemma_coreml.runtime.portable.model import OnnxModel
-from llm_gemma_coreml.runtime.portable.recipes import WeightReader
+from llm_gemma_coreml.runtime.portable.model import OnnxModel, originals_are_packed
 from llm_gemma_coreml.runtime.portable.states import PortableState
 
 _DTYPES: dict[str, type[np.generic]] = {
@@ -56,7 +55,6 @@ class PortablePackage:
         self._package: Package = open_package(path)
         self._cache = Cache(options.cache_directory, self._cache_key())
         self._compiled = self._cache.load() or self._outline()
-        self._reader = WeightReader(path)
         self._models: dict[str, OnnxModel] = {}
         self._lock = threading.Lock()
 
@@ -70,7 +68,11 @@ class PortablePackage:
             compiled = self._compiled.functions.get(name) or self._translate(name)
             if compiled.model not in self._models:
                 model = self._compiled.models[compiled.model]
-                self._models[compiled.model] = OnnxModel(model, self._reader, self._options)
+                if self._compiled.originals_packed is None:
+                    self._compiled.originals_packed = originals_are_packed()
+                    self._cache.store(self._compiled)
+                free = self._compiled.originals_packed
+                self._models[compiled.model] = OnnxModel(model, self._path, self._options, free_originals=free)
             return PortableFunction(name, compiled, self._models[compiled.model], str(self._path))
 
     def make_state(self) -> PortableState | None:
@@ -92,19 +94,9 @@ class PortablePackage:
         return f"{self._path.stem}-{hashlib.sha256(form.encode()).hexdigest()[:20]}"
 
     def _outline(self) -> CompiledPackage:
-        """Function names and states; all functions must declare the same states."""
-        functions = self._package.functions
-        names = tuple(functions)
-        states = {name: kind.shape for name, kind in functions[self._package.default_function].states.items()}
-        for name in names:
-            other = {state: kind.shape for state, kind in functions[name].states.items()}
-            if other and states and other != states:
-                raise PackageError(
-                    f"{self._path}: functions {self._package.default_function!r} and {name!r} declare different states: "
-                    "one state cannot serve both. Build the package again."
-                )
-            states = states or other
-        return CompiledPackage(names, states)
+        """Function names and states. Raises PackageError if functions declare different states."""
+        states = {name: kind.shape for name, kind in self._package.states().items()}
+        return CompiledPackage(tuple(self._package.functions), states)
 
     def _translate(self, name: str) -> CompiledFunction:
         from llm_gemma_coreml.runtime.portable.block_form import BlockForm

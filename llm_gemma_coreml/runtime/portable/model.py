@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import os
+import sys
 from collections.abc import Mapping
-from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +27,8 @@ def default_threads() -> int:
 class OnnxModel:
     """A session of one translated model. Its weights are read from the package's mapped files."""
 
-    def __init__(self, model: CompiledModel, reader: WeightReader, options: RuntimeOptions) -> None:
+    def __init__(self, model: CompiledModel, package: Path, options: RuntimeOptions, *, free_originals: bool) -> None:
+        """free_originals: packed weights need not be held in their first form (see originals_are_packed)."""
         import onnxruntime
 
         settings = onnxruntime.SessionOptions()
@@ -34,17 +38,22 @@ class OnnxModel:
         settings.enable_mem_pattern = False  # sizes differ from call to call
         # Several sessions take turns: a pool that goes on spinning after its call would steal the next one's processor.
         settings.add_session_config_entry("session.force_spinning_stop", "1")
-        arrays = {name: evaluate(recipe, reader) for name, recipe in model.weights.items()}
-        held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+        # The reader, and with it the mapped weight file, goes before the session packs its own copy: a lower peak.
+        held = {
+            name: onnxruntime.OrtValue.ortvalue_from_numpy(array)
+            for name, array in _weights(model, WeightReader(package)).items()
+        }
         settings.add_external_initializers(list(held), list(held.values()))
         try:
             self._session = onnxruntime.InferenceSession(model.onnx, settings, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime has no common base class for its errors
             raise GemmaCoreMLError(f"ONNX Runtime cannot load a translated function: {error}") from error
         packed = {name for name, recipe in model.weights.items() if recipe.transform.startswith("nbits")}
-        if originals_are_packed():
+        if free_originals:
             held = {name: value for name, value in held.items() if name not in packed}
         self._held = held
+        del settings  # holds the originals too
+        _return_freed_memory()
         self.inputs = frozenset(item.name for item in self._session.get_inputs())
         self._outputs = [item.name for item in self._session.get_outputs()]
 
@@ -57,7 +66,17 @@ class OnnxModel:
         return dict(zip(self._outputs, results, strict=True))
 
 
-@cache
+def _weights(model: CompiledModel, reader: WeightReader) -> dict[str, Array]:
+    return {name: evaluate(recipe, reader) for name, recipe in model.weights.items()}
+
+
+def _return_freed_memory() -> None:
+    """Give memory that loading has freed back to the system; glibc would keep it (150 MB for a 270M model)."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 def originals_are_packed() -> bool:
     """True if this ONNX Runtime packs quantised weights when a session is made and does not read the originals again.
 

@@ -10,9 +10,7 @@ from llm_gemma_coreml.runtime.portable.values import OperationView, Result, tran
 _AUTOMATIC = {"valid": "VALID", "same": "SAME_UPPER", "same_lower": "SAME_LOWER"}
 
 
-def _padding(
-    op: OperationView, kernel: list[int], strides: list[int], dilations: list[int]
-) -> dict[str, Any]:
+def _padding(op: OperationView, kernel: list[int], strides: list[int], dilations: list[int]) -> dict[str, Any]:
     """The ONNX attributes for pad_type and pad. `kernel`, `strides`, `dilations` are by spatial dimension."""
     kind, count = op.text("pad_type", "valid"), len(kernel)
     if kind == "custom":
@@ -68,9 +66,7 @@ def conv_transpose(op: OperationView, graph: GraphBuilder) -> Result:
         pad = (op.integers("pad", None) if kind == "custom" else None) or [0] * (2 * count)
         attributes["pads"] = pad[0::2] + pad[1::2]
         if target is not None:
-            attributes["output_padding"] = _output_padding(
-                op, target[-count:], kernel, strides, dilations, pad
-            )
+            attributes["output_padding"] = _output_padding(op, target[-count:], kernel, strides, dilations, pad)
     return graph.emit(
         "ConvTranspose",
         [op.tensor("x"), op.tensor("weight"), op.optional("bias") or ""],
@@ -97,11 +93,7 @@ def _output_padding(
         if size is None:
             raise op.unsupported("output_shape with an input of unknown size")
         usual = (
-            (size - 1) * strides[axis]
-            + (kernel[axis] - 1) * dilations[axis]
-            + 1
-            - pad[2 * axis]
-            - pad[2 * axis + 1]
+            (size - 1) * strides[axis] + (kernel[axis] - 1) * dilations[axis] + 1 - pad[2 * axis] - pad[2 * axis + 1]
         )
         extra.append(wanted - usual)
     return extra

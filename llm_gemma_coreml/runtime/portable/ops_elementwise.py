@@ -56,9 +56,7 @@ def operands(op: OperationView, graph: GraphBuilder, keys: tuple[str, str] = ("x
     names = [op.tensor(key) for key in keys]
     floats = [op.is_float(key) for key in keys]
     if any(floats) and not all(floats):
-        names = [
-            name if is_float else graph.to_float(name) for name, is_float in zip(names, floats, strict=True)
-        ]
+        names = [name if is_float else graph.to_float(name) for name, is_float in zip(names, floats, strict=True)]
     return names
 
 
@@ -128,9 +126,7 @@ def select(op: OperationView, graph: GraphBuilder) -> Result:
     """`a` where the condition holds, else `b`."""
     condition = _as_bool(op, graph, "cond")
     if op.type("a").dtype == "bool":
-        chosen = graph.emit(
-            "Where", [condition, graph.to_int32(op.tensor("a")), graph.to_int32(op.tensor("b"))]
-        )
+        chosen = graph.emit("Where", [condition, graph.to_int32(op.tensor("a")), graph.to_int32(op.tensor("b"))])
         return graph.emit("Cast", [chosen], to=onnx.TensorProto.BOOL)
     return graph.emit("Where", [condition, *operands(op, graph, ("a", "b"))])
 

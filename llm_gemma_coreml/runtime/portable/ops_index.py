@@ -45,11 +45,7 @@ def gather_quantised(op: OperationView, graph: GraphBuilder, axis: int) -> str |
     if weight is None or axis != 0 or len(weight.data.shape) != 2 or weight.offset is not None:
         return None
     counts = weight.block_counts()
-    if (
-        weight.data.dtype not in ("int8", "uint8")
-        or counts[0] not in (1, weight.data.shape[0])
-        or counts[1] != 1
-    ):
+    if weight.data.dtype not in ("int8", "uint8") or counts[0] not in (1, weight.data.shape[0]) or counts[1] != 1:
         return None
     indices, shape = op.tensor("indices"), weight.data.shape
     data = WeightRecipe("convert", (weight.data,), weight.data.dtype, shape, (("dtype", weight.data.dtype),))

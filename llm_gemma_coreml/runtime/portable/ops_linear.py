@@ -97,18 +97,14 @@ def _times_quantised(graph: GraphBuilder, x: str, weight: QuantisedWeight, order
     inputs = [
         x,
         graph.weight(data),
-        graph.weight(
-            WeightRecipe("nbits_scales", (full_rank(weight, weight.scale),), "float32", block_shape, sizes)
-        ),
+        graph.weight(WeightRecipe("nbits_scales", (full_rank(weight, weight.scale),), "float32", block_shape, sizes)),
     ]
     signed = weight.data.dtype.startswith("int")
     if weight.offset is not None or not signed:
         offset = None if weight.offset is None else full_rank(weight, weight.offset)
         zero_shape = (rows, -(-block_shape[1] * bits // 8))
         parameters = (("bits", bits), ("signed", signed), *sizes)
-        inputs.append(
-            graph.weight(WeightRecipe("nbits_zero_points", (offset,), "uint8", zero_shape, parameters))
-        )
+        inputs.append(graph.weight(WeightRecipe("nbits_zero_points", (offset,), "uint8", zero_shape, parameters)))
     return graph.emit(
         "MatMulNBits",
         inputs,

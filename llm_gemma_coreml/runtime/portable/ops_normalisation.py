@@ -15,9 +15,7 @@ def layer_norm(op: OperationView, graph: GraphBuilder) -> Result:
     axes = sorted(axis % rank for axis in op.integers("axes", None) or range(rank))
     epsilon = op.floating("epsilon", 1e-5)
     if axes == list(range(axes[0], rank)):
-        gamma = op.optional("gamma") or graph.emit(
-            "Expand", [graph.constant(np.float32(1)), _sizes(op, graph, axes)]
-        )
+        gamma = op.optional("gamma") or graph.emit("Expand", [graph.constant(np.float32(1)), _sizes(op, graph, axes)])
         inputs = [op.tensor("x"), gamma, op.optional("beta") or ""]
         return graph.emit("LayerNormalization", inputs, axis=axes[0], epsilon=epsilon)
     normal = _normalise(graph, op.tensor("x"), axes, epsilon)

@@ -70,9 +70,7 @@ def affine_dequantize(op: OperationView, graph: GraphBuilder) -> Result:
 def constexpr_cast(op: OperationView, graph: GraphBuilder) -> Result:
     """A stored value in another floating-point type."""
     source = stored(op, "source_val")
-    return Value(
-        op.output(), recipe=WeightRecipe("convert", (source,), "float32", _size(op), (("dtype", "float32"),))
-    )
+    return Value(op.output(), recipe=WeightRecipe("convert", (source,), "float32", _size(op), (("dtype", "float32"),)))
 
 
 @translates("constexpr_lut_to_dense")
@@ -81,9 +79,7 @@ def lut_to_dense(op: OperationView, graph: GraphBuilder) -> Result:
     indices, table = stored(op, "indices"), stored(op, "lut")
     if not op.has("shape"):
         parameters = (("vector_axis", op.integer("vector_axis", 0)),)
-        return Value(
-            op.output(), recipe=WeightRecipe("look_up", (indices, table), "float32", _size(op), parameters)
-        )
+        return Value(op.output(), recipe=WeightRecipe("look_up", (indices, table), "float32", _size(op), parameters))
     shape = _size(op)
     bits, count = int(math.log2(table.shape[0])), math.prod(shape)
     unpacked = WeightRecipe("unpack_bits", (indices,), "uint8", (count,), (("bits", bits), ("count", count)))
@@ -131,9 +127,7 @@ def sparse_blockwise_shift_scale(op: OperationView, graph: GraphBuilder) -> Resu
     values, mask = stored(op, "nonzero_data"), stored(op, "data_mask")
     dtype = values.dtype if isinstance(values, WeightRecipe) else numpy_dtype(values.dtype).name
     dense_data = WeightRecipe("scatter_mask", (values, mask), dtype, mask.shape)
-    dense = WeightRecipe(
-        "blockwise", (dense_data, stored(op, "scale"), _optional(op, "offset")), "float32", mask.shape
-    )
+    dense = WeightRecipe("blockwise", (dense_data, stored(op, "scale"), _optional(op, "offset")), "float32", mask.shape)
     return _sparse_results(op, mask, dense, _size(op, 1))
 
 

@@ -31,9 +31,7 @@ def reduction(op: OperationView, graph: GraphBuilder) -> Result:
     name = _REDUCTIONS[op.operation.type]
     x = op.tensor("x")
     whole = not op.is_float("x") and name in _FLOAT_ONLY
-    result = graph.reduce(
-        name, graph.to_float(x) if whole else x, op.integers("axes", None), op.flag("keep_dims")
-    )
+    result = graph.reduce(name, graph.to_float(x) if whole else x, op.integers("axes", None), op.flag("keep_dims"))
     return graph.to_int32(result) if whole else result
 
 
@@ -48,9 +46,7 @@ def extreme_position(op: OperationView, graph: GraphBuilder) -> Result:
 @translates("topk")
 def topk(op: OperationView, graph: GraphBuilder) -> Result:
     """The k largest (or smallest) elements along an axis, and their positions."""
-    count = (
-        graph.reshape(graph.to_int64(op.tensor("k")), [1]) if op.has("k") else graph.constant([1], "int64")
-    )
+    count = graph.reshape(graph.to_int64(op.tensor("k")), [1]) if op.has("k") else graph.constant([1], "int64")
     return _top(op, graph, count, op.axis("axis", "x", -1), op.flag("ascending"), op.flag("sort", True))
 
 
@@ -62,9 +58,7 @@ def argsort(op: OperationView, graph: GraphBuilder) -> Result:
     return _top(op, graph, count, axis, op.flag("ascending"), True)[1]
 
 
-def _top(
-    op: OperationView, graph: GraphBuilder, count: str, axis: int, ascending: bool, ordered: bool
-) -> list[str]:
+def _top(op: OperationView, graph: GraphBuilder, count: str, axis: int, ascending: bool, ordered: bool) -> list[str]:
     values, positions = graph.emit_many(
         "TopK", [op.tensor("x"), count], 2, axis=axis, largest=int(not ascending), sorted=int(ordered)
     )

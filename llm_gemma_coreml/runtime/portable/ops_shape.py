@@ -69,9 +69,7 @@ def concat(op: OperationView, graph: GraphBuilder) -> Result:
     if not rank:
         values = [graph.reshape(value, [1]) for value in values]
     elif op.flag("interleave"):
-        stacked = graph.emit(
-            "Concat", [graph.unsqueeze(value, [axis + 1]) for value in values], axis=axis + 1
-        )
+        stacked = graph.emit("Concat", [graph.unsqueeze(value, [axis + 1]) for value in values], axis=axis + 1)
         return graph.reshape(stacked, _merged(graph, stacked, axis, rank))
     return graph.emit("Concat", values, axis=axis)
 

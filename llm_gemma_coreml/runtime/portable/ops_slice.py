@@ -27,12 +27,9 @@ class _Bounds:
         self.begin_mask = self._mask(op, "begin_mask")
         self.end_mask = self._mask(op, "end_mask")
         self.squeeze_mask = self._mask(op, "squeeze_mask")
-        self._known = {
-            key: op.integers(key) if op.known(key) is not None else None for key in ("begin", "end")
-        }
+        self._known = {key: op.integers(key) if op.known(key) is not None else None for key in ("begin", "end")}
         self._run_time = {
-            key: graph.to_int64(op.tensor(key)) if self._known[key] is None else ""
-            for key in ("begin", "end")
+            key: graph.to_int64(op.tensor(key)) if self._known[key] is None else "" for key in ("begin", "end")
         }
 
     def _mask(self, op: OperationView, key: str) -> list[bool]:
@@ -72,9 +69,7 @@ class _Bounds:
         for axis in reversed(range(self.rank)):
             if self.squeeze_mask[axis]:
                 index = 0 if self.begin_mask[axis] else self.bound("begin", axis)
-                position = (
-                    graph.constant(index, "int64") if isinstance(index, int) else graph.squeeze(index, [0])
-                )
+                position = graph.constant(index, "int64") if isinstance(index, int) else graph.squeeze(index, [0])
                 value = graph.emit("Gather", [value, position], axis=axis)
         return value
 

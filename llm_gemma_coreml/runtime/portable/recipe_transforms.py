@@ -56,9 +56,7 @@ def _block_view(data: Array, blocks: tuple[int, ...]) -> tuple[Array, tuple[int,
 
 def affine(data: Array, scale: Array, zero_point: Array | None, *, axis: int) -> Array:
     """fp32 `scale * (data - zero_point)`, scale and zero point scalars or vectors along `axis`."""
-    return blockwise(
-        data, along(scale, data, axis), None if zero_point is None else along(zero_point, data, axis)
-    )
+    return blockwise(data, along(scale, data, axis), None if zero_point is None else along(zero_point, data, axis))
 
 
 def along(values: Array, data: Array, axis: int) -> Array:
@@ -124,9 +122,7 @@ def gather_mask(values: Array, mask: Array) -> Array:
     return values.reshape(-1)[np.flatnonzero(mask)]
 
 
-def nbits_data(
-    data: Source | Array, reader: WeightReader | None = None, *, bits: int, block: int, order: str
-) -> Array:
+def nbits_data(data: Source | Array, reader: WeightReader | None = None, *, bits: int, block: int, order: str) -> Array:
     """Weights of MatMulNBits: uint8 [N, blocks, block * bits / 8], values shifted to unsigned, low nibble
     first.
 

@@ -111,6 +111,8 @@ def evaluate(recipe: WeightRecipe, reader: WeightReader) -> Array:
     """The initialiser that `recipe` describes, C-contiguous. Raises PackageError for damaged contents."""
     from llm_gemma_coreml.runtime.portable.recipe_transforms import TRANSFORMS, WITH_RAW_BYTES
 
+    if recipe.transform not in TRANSFORMS:
+        raise PackageError(f"A cached weight recipe has the unknown transform {recipe.transform!r}. Delete the cache.")
     transform = TRANSFORMS[recipe.transform]
     parameters = dict(recipe.parameters)
     if recipe.transform in WITH_RAW_BYTES:
@@ -121,9 +123,7 @@ def evaluate(recipe: WeightRecipe, reader: WeightReader) -> Array:
     arguments = [_argument(argument, reader) for argument in recipe.arguments]
     result = np.asarray(transform(*arguments, **parameters))
     if result.dtype != np.dtype(recipe.dtype) or result.size != math.prod(recipe.shape):
-        raise PackageError(
-            f"A weight has {result.dtype}{result.shape} instead of {recipe.dtype}{recipe.shape}."
-        )
+        raise PackageError(f"A weight has {result.dtype}{result.shape} instead of {recipe.dtype}{recipe.shape}.")
     return np.ascontiguousarray(result).reshape(recipe.shape)
 
 
@@ -150,9 +150,7 @@ def to_json(item: Source | WeightRecipe | None) -> Any:
         "arguments": [to_json(argument) for argument in item.arguments],
         "dtype": item.dtype,
         "shape": list(item.shape),
-        "parameters": {
-            key: list(value) if isinstance(value, tuple) else value for key, value in item.parameters
-        },
+        "parameters": {key: list(value) if isinstance(value, tuple) else value for key, value in item.parameters},
     }
 
 
@@ -176,12 +174,9 @@ def _from_json(data: Mapping[str, Any] | None) -> Source | WeightRecipe | None:
         if isinstance(stored, str):
             return Source(str(data["dtype"]), shape, None, base64.b64decode(stored))
         file, offset, data_offset, size = stored
-        return Source(
-            str(data["dtype"]), shape, BlobReference(str(file), int(offset), int(data_offset), int(size))
-        )
+        return Source(str(data["dtype"]), shape, BlobReference(str(file), int(offset), int(data_offset), int(size)))
     parameters = tuple(
-        (str(key), tuple(value) if isinstance(value, list) else value)
-        for key, value in data["parameters"].items()
+        (str(key), tuple(value) if isinstance(value, list) else value) for key, value in data["parameters"].items()
     )
     arguments = tuple(_from_json(argument) for argument in data["arguments"])
     return WeightRecipe(str(data["transform"]), arguments, str(data["dtype"]), shape, parameters)

@@ -17,16 +17,18 @@ class _Uses:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.producer = {
-            name: operation for operation in function.operations for name, _ in operation.outputs
-        }
+        self.producer = {name: operation for operation in function.operations for name, _ in operation.outputs}
+        self.multiplications: dict[str, list[Operation]] = {}
+        for operation in function.operations:
+            if operation.type == "mul":
+                for item in {*operation.inputs.get("x", ()), *operation.inputs.get("y", ())}:
+                    if isinstance(item, str):
+                        self.multiplications.setdefault(item, []).append(operation)
         self.count: Counter[str] = Counter(function.outputs)
         for operation in function.operations:
-            self.count.update(
-                item for bound in operation.inputs.values() for item in bound if isinstance(item, str)
-            )
+            self.count.update(item for bound in operation.inputs.values() for item in bound if isinstance(item, str))
             if operation.blocks:
-                self.count.update(self.producer)  # nested blocks may use anything
+                self.count.update(list(self.producer))  # nested blocks may use anything
 
     def argument(self, operation: Operation, key: str) -> str | Constant | None:
         bound = operation.inputs.get(key, ())
@@ -102,9 +104,7 @@ class RmsNorm:
         last = weighted or scaled
         if size < 1:
             return None
-        return _Norm(
-            x, epsilon + extra, last.outputs[0][0], weight, size, frozenset(operations | {last.name})
-        )
+        return _Norm(x, epsilon + extra, last.outputs[0][0], weight, size, frozenset(operations | {last.name}))
 
     def _over_last_axis(self, uses: _Uses, mean: Operation) -> bool:
         axes, keep = uses.array(mean, "axes"), uses.array(mean, "keep_dims")
@@ -116,11 +116,9 @@ class RmsNorm:
         name = root.outputs[0][0]
         if uses.count[name] != 1:
             return None
-        for operation in uses.function.operations:
-            if operation.type == "mul":
-                pair = {uses.argument(operation, "x"), uses.argument(operation, "y")} - {None}
-                if pair == {x, name}:
-                    return operation
+        for operation in uses.multiplications.get(name, []):
+            if {uses.argument(operation, "x"), uses.argument(operation, "y")} == {x, name}:
+                return operation
         return None
 
     def _weight(self, uses: _Uses, scaled: Operation, size: int) -> tuple[Operation | None, str | None]:
@@ -128,9 +126,7 @@ class RmsNorm:
         name = scaled.outputs[0][0]
         if uses.count[name] != 1:
             return None, None
-        for operation in uses.function.operations:
-            if operation.type != "mul":
-                continue
+        for operation in uses.multiplications.get(name, []):
             for one, other in (("x", "y"), ("y", "x")):
                 bound = operation.inputs[other][0]
                 if uses.argument(operation, one) == name and isinstance(bound, str):

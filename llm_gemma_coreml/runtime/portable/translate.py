@@ -32,6 +32,8 @@ _OPERATION_MODULES = (
     "slice",
     "index",
     "quantised",
+    "recurrent",
+    "control",
 )
 
 Array = NDArray[Any]
@@ -100,9 +102,7 @@ def translate_function(
             )
     inputs = {name: kind for name, kind in function.inputs.items() if name not in hidden}
     state_inputs = {name: name for name in function.states if name not in hidden}
-    return Translation(
-        graph.model(function.name), graph.weights, inputs, outputs, state_inputs, state_outputs
-    )
+    return Translation(graph.model(function.name), graph.weights, inputs, outputs, state_inputs, state_outputs)
 
 
 def _load_translators() -> None:
@@ -130,9 +130,7 @@ def _declare_inputs(context: Context, hidden: set[str], symbolic: Mapping[str, D
     for name, kind in {**context.function.inputs, **context.function.states}.items():
         if name in hidden:
             continue
-        dimensions: Dimensions = [
-            size if size >= 0 else f"{name}/{axis}" for axis, size in enumerate(kind.shape)
-        ]
+        dimensions: Dimensions = [size if size >= 0 else f"{name}/{axis}" for axis, size in enumerate(kind.shape)]
         graph.add_input(name, context.element_type(kind, name), symbolic.get(name, dimensions))
         is_half_input = kind.dtype == "float16" and name in context.function.inputs
         context.define(name, Value(kind, graph.round_to_half(name) if is_half_input else name))

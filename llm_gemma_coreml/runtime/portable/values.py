@@ -91,9 +91,7 @@ class OperationView:
         """The value bound to an argument that must be given."""
         bound = self.bound(key)
         if len(bound) != 1:
-            raise self.unsupported(
-                f"argument {key!r} is missing" if not bound else f"argument {key!r} is a list"
-            )
+            raise self.unsupported(f"argument {key!r} is missing" if not bound else f"argument {key!r} is a list")
         return self.context.value(bound[0])
 
     def values(self, key: str) -> list[Value]:
@@ -159,7 +157,7 @@ class OperationView:
 
     def listed_integers(self, key: str) -> list[int]:
         """Known integers that are bound one by one to a list argument."""
-        found = []
+        found: list[int] = []
         for value in self.values(key):
             if value.constant is None:
                 raise self.unsupported(f"argument {key!r} is computed at run time")
