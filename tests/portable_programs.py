@@ -17,9 +17,7 @@ from llm_gemma_coreml.bundle.package import open_package
 from llm_gemma_coreml.runtime.portable.translate import Translation, run_translation, translate_function
 
 with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-    logging.disable(
-        logging.WARNING
-    )  # coremltools warns about its missing native parts and about torch's version
+    logging.disable(logging.WARNING)  # coremltools warns about its missing native parts and about torch's version
     import coremltools as ct
     from coremltools.converters.mil import Builder as mb  # noqa: N813
     from coremltools.converters.mil.mil import types
@@ -39,7 +37,8 @@ MIL_TYPES = {
 def save_program(
     build: Callable[..., Any], inputs: Mapping[str, np.ndarray], path: Path, target: Any = ct.target.iOS18
 ) -> Path:
-    """Save the MIL program that `build` makes from placeholders like `inputs`, without any optimisation pass."""
+    """Save the MIL program that `build` makes from placeholders like `inputs`, without any optimisation
+    pass."""
     specs = [mb.TensorSpec(shape=value.shape, dtype=MIL_TYPES[value.dtype]) for value in inputs.values()]
     program = mb.program(input_specs=specs, opset_version=target)(build)
     with quiet():

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[..., Any], np.ndarray, Callable[[np.ndarray], np
     "range_1d": (
         lambda x: mb.add(x=x, y=mb.range_1d(start=1.0, end=9.0, step=2.0)),
         X,
-        lambda x: x + [1, 3, 5, 7],
+        lambda x: x + np.arange(1, 9, 2),
     ),
     "shape": (lambda x: mb.mul(x=mb.shape(x=x), y=2), X, lambda x: np.multiply(x.shape, 2)),
     "one_hot": (
@@ -284,9 +284,7 @@ def test_slice_update_by_stride_and_squeeze(tmp_path: Path) -> None:
     def build(x: Any) -> Any:
         return (
             mb.slice_update(x=x, update=ROWS[:, :, ::2], begin=[0, 0, 1], end=[2, 3, 4], stride=[1, 2, 2]),
-            mb.slice_update(
-                x=x, update=ROWS[:, 0], begin=[0, 1, 0], end=[2, 2, 4], squeeze_mask=[False, True, False]
-            ),
+            mb.slice_update(x=x, update=ROWS[:, 0], begin=[0, 1, 0], end=[2, 2, 4], squeeze_mask=[False, True, False]),
         )
 
     path = save_program(build, {"x": X}, tmp_path / "p.mlpackage")

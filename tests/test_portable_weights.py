@@ -144,9 +144,7 @@ def test_transposed_convolution(tmp_path: Path) -> None:
             "pad_type": "custom",
             "pad": [1, 1, 1, 1],
         }
-        return mb.conv_transpose(x=x, **options), mb.conv_transpose(
-            x=x, output_shape=[1, 6, 10, 10], **options
-        )
+        return mb.conv_transpose(x=x, **options), mb.conv_transpose(x=x, output_shape=[1, 6, 10, 10], **options)
 
     plain, larger = _run(build, {"x": x}, tmp_path)
     for result, extra in ((plain, 0), (larger, 1)):
@@ -166,9 +164,7 @@ def test_pooling(tmp_path: Path) -> None:
             mb.avg_pool(x=x, exclude_padding_from_average=False, **custom),
             mb.max_pool(x=x, **custom),
             mb.l2_pool(x=x, kernel_sizes=[2, 2], strides=[1, 1], pad_type="valid"),
-            mb.max_pool(
-                x=x, kernel_sizes=[2, 2], strides=[2, 2], pad_type="custom", pad=[0] * 4, ceil_mode=True
-            ),
+            mb.max_pool(x=x, kernel_sizes=[2, 2], strides=[2, 2], pad_type="custom", pad=[0] * 4, ceil_mode=True),
         )
 
     results = _run(build, {"x": x}, tmp_path)
@@ -311,9 +307,7 @@ def test_quantised_table_lookup(tmp_path: Path) -> None:
     scale = RNG.uniform(0.01, 0.02, (24, 1)).astype(np.float32)
     ids = np.array([[3, 0], [23, 3]], np.int32)
     (result,) = _run(
-        lambda ids: mb.gather(
-            x=mb.constexpr_blockwise_shift_scale(data=CODES8, scale=scale), indices=ids, axis=0
-        ),
+        lambda ids: mb.gather(x=mb.constexpr_blockwise_shift_scale(data=CODES8, scale=scale), indices=ids, axis=0),
         {"ids": ids},
         tmp_path,
     )
@@ -377,9 +371,7 @@ def test_older_compressed_weights(tmp_path: Path) -> None:
         weights = (
             mb.constexpr_affine_dequantize(quantized_data=CODES8, zero_point=zero, scale=scale, axis=0),
             mb.constexpr_lut_to_dense(indices=packed, lut=table, shape=shape),
-            mb.constexpr_sparse_to_dense(
-                nonzero_data=values, mask=np.packbits(mask, bitorder="little"), shape=shape
-            ),
+            mb.constexpr_sparse_to_dense(nonzero_data=values, mask=np.packbits(mask, bitorder="little"), shape=shape),
             mb.constexpr_cast(source_val=WEIGHT.astype(np.float16), output_dtype="fp32"),
         )
         return tuple(mb.linear(x=x, weight=weight) for weight in weights)

@@ -52,7 +52,7 @@ def swap_last(graph: GraphBuilder, value: str, rank: int) -> str:
 def times_weight(op: OperationView, graph: GraphBuilder, x: str, weight: Value, *, transposed: bool) -> str:
     """`x @ weight` with a two-dimensional weight [K, N], or [N, K] if `transposed`: quantised if it is
     stored so."""
-    if weight.quantised is not None and not op.context.exact:
+    if weight.quantised is not None and not op.context.exact and op.rank("x") > 1:
         product = _times_quantised(graph, x, weight.quantised, "nk" if transposed else "kn")
         if product is not None:
             return product

@@ -39,15 +39,23 @@ def blockwise_shift_scale(op: OperationView, graph: GraphBuilder) -> Result:
     data, scale, offset = stored(op, "data"), stored(op, "scale"), _optional(op, "offset")
     recipe = WeightRecipe("blockwise", (data, scale, offset), "float32", _size(op))
     quantised = None
-    if isinstance(data, Source) and isinstance(scale, Source) and not isinstance(offset, WeightRecipe):
-        quantised = QuantisedWeight(data, scale, offset if _is_integer(offset) else None)
-        if offset is not None and not _is_integer(offset):
-            quantised = None
+    if isinstance(data, Source) and isinstance(scale, Source) and _divides(scale.shape, data.shape):
+        if offset is None:
+            quantised = QuantisedWeight(data, scale, None)
+        elif isinstance(offset, Source) and _is_integer(offset) and offset.shape == scale.shape:
+            quantised = QuantisedWeight(data, scale, offset)
     return Value(op.output(), recipe=recipe, quantised=quantised)
 
 
-def _is_integer(source: Source | None) -> bool:
-    return source is not None and "int" in source.dtype
+def _is_integer(source: Source) -> bool:
+    return "int" in source.dtype
+
+
+def _divides(blocks: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """True if each size is a multiple of the number of blocks along its axis."""
+    return len(blocks) == len(shape) and all(
+        count > 0 and size % count == 0 for count, size in zip(blocks, shape, strict=True)
+    )
 
 
 @translates("constexpr_affine_dequantize")
@@ -57,7 +65,8 @@ def affine_dequantize(op: OperationView, graph: GraphBuilder) -> Result:
     axis = op.integer("axis", 0) % len(data.shape)
     recipe = WeightRecipe("affine", (data, scale, zero_point), "float32", _size(op), (("axis", axis),))
     quantised = None
-    if isinstance(data, Source) and isinstance(scale, Source) and isinstance(zero_point, Source):
+    fits = scale.shape in ((), (1,), data.shape[axis : axis + 1])
+    if fits and isinstance(data, Source) and isinstance(scale, Source) and isinstance(zero_point, Source):
         zero = op.array("zero_point")
         if not zero.any():
             quantised = QuantisedWeight(data, scale, None, axis)

@@ -109,22 +109,24 @@ Transform = Callable[..., Array]
 
 def evaluate(recipe: WeightRecipe, reader: WeightReader) -> Array:
     """The initialiser that `recipe` describes, C-contiguous. Raises PackageError for damaged contents."""
-    from llm_gemma_coreml.runtime.portable.recipe_transforms import TRANSFORMS, WITH_RAW_BYTES
-
-    if recipe.transform not in TRANSFORMS:
-        raise PackageError(f"A cached weight recipe has the unknown transform {recipe.transform!r}. Delete the cache.")
-    transform = TRANSFORMS[recipe.transform]
-    parameters = dict(recipe.parameters)
-    if recipe.transform in WITH_RAW_BYTES:
-        source = recipe.arguments[0]
-        if isinstance(source, Source):
-            result = transform(source, reader, **parameters)
-            return np.ascontiguousarray(result).reshape(recipe.shape)
-    arguments = [_argument(argument, reader) for argument in recipe.arguments]
-    result = np.asarray(transform(*arguments, **parameters))
+    try:
+        result = np.asarray(_transformed(recipe, reader))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise PackageError(
+            f"A stored weight is malformed ({recipe.transform}: {error!r}). Get the package again."
+        ) from error
     if result.dtype != np.dtype(recipe.dtype) or result.size != math.prod(recipe.shape):
         raise PackageError(f"A weight has {result.dtype}{result.shape} instead of {recipe.dtype}{recipe.shape}.")
     return np.ascontiguousarray(result).reshape(recipe.shape)
+
+
+def _transformed(recipe: WeightRecipe, reader: WeightReader) -> Array:
+    from llm_gemma_coreml.runtime.portable.recipe_transforms import TRANSFORMS, WITH_RAW_BYTES
+
+    transform, parameters = TRANSFORMS[recipe.transform], dict(recipe.parameters)
+    if recipe.transform in WITH_RAW_BYTES and isinstance(recipe.arguments[0], Source):
+        return transform(recipe.arguments[0], reader, **parameters)
+    return transform(*(_argument(argument, reader) for argument in recipe.arguments), **parameters)
 
 
 def _argument(argument: Source | WeightRecipe | None, reader: WeightReader) -> Array | None:
