@@ -1,0 +1,257 @@
+"""The gates that run the model: each compares two ways to the same answer that must not differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_gemma_coreml.drafting.prompt_lookup import PromptLookupFactory
+from llm_gemma_coreml.engine import gate_prompts
+from llm_gemma_coreml.engine.gate_drafters import adversaries
+from llm_gemma_coreml.engine.gate_results import GateResult, Tally, row_of
+from llm_gemma_coreml.engine.gate_runs import (
+    decoded,
+    filled,
+    plain,
+    same_cache,
+    sliding_buffers,
+    with_context,
+    with_rungs,
+)
+from llm_gemma_coreml.engine.model_runner import ModelRunner
+from llm_gemma_coreml.engine.request import SamplingParameters
+from llm_gemma_coreml.engine.session import Session
+from llm_gemma_coreml.engine.slots import EMPTY
+
+_SHORT_DEPTH = 8192
+"""The short set does not go deeper than this many tokens."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked, and how: `margin_bound` as in Tally; `full`: longer texts, every promotion."""
+
+    runner: ModelRunner
+    margin_bound: float
+    full: bool
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.runner.manifest.vocabulary_size
+
+    def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
+        """A prompt of `length` tokens."""
+        return gate_prompts.long_prompt(length, self.vocabulary_size, self.runner.manifest.bos_id, seed)
+
+    def tokens(self, short: int, full: int) -> int:
+        """How many tokens a run has in the short and in the full set."""
+        return full if self.full else short
+
+    def wrap(self) -> int:
+        """The position at which the ring is used again from its start."""
+        return min(self.runner.geometry.capacity, self.runner.context)
+
+    def edges(self) -> tuple[int, ...]:
+        """Rungs that can be left for a larger one, as far as this set goes."""
+        return tuple(rung for rung in self.runner.rungs[:-1] if self.full or rung <= _SHORT_DEPTH)
+
+
+def speculative_equals_plain(subject: Subject) -> GateResult:
+    """Greedy, with drafters that know the answer and abuse it, over the ring's wrap and each promotion."""
+    tally, runner = Tally(subject.margin_bound), subject.runner
+    count = subject.tokens(40, 200)
+    starts = {f"at {edge}": subject.prompt(edge - count // 2) for edge in (subject.wrap(), *subject.edges())}
+    starts |= gate_prompts.prompts(subject.vocabulary_size, runner.manifest.bos_id)
+    for where, prompt in starts.items():
+        base = filled(runner, prompt[:-1])
+        expected = plain(base.fork(), prompt[-1], count)
+        deep = where.startswith("at ")
+        drafters = adversaries(len(prompt), expected.tokens, subject.vocabulary_size) if deep else []
+        for factory in [*drafters, PromptLookupFactory()]:
+            found = decoded(base.fork(), prompt[-1], count, [factory])
+            place = f"{where}, drafter {factory.name}"
+            tally.tokens(expected.tokens, found.tokens, place)
+            tally.rows(expected.rows, found.rows, place)
+    _at_the_end_of_the_context(subject, tally)
+    return tally.result("speculative = plain, greedy")
+
+
+def _at_the_end_of_the_context(subject: Subject, tally: Tally) -> None:
+    """Drafts beyond the last position: the output ends where plain decoding ends."""
+    prompt, left = subject.prompt(90), 21
+    base = filled(subject.runner, prompt[:-1])
+    expected = plain(base.fork(), prompt[-1], left)
+    narrow = with_context(subject.runner, len(prompt) + left)
+    for factory in adversaries(len(prompt), [*expected.tokens, *range(20)], subject.vocabulary_size):
+        session = base.fork()
+        session.runner = narrow
+        found = decoded(session, prompt[-1], None, [factory])
+        tally.tokens(expected.tokens, found.tokens, f"end of the context, drafter {factory.name}")
+
+
+def ring_equals_full_cache(subject: Subject) -> GateResult:
+    """Each call on a ring in use, against the same call on a ring that holds just the window, from a full log."""
+    tally, runner = Tally(subject.margin_bound), subject.runner
+    capacity = runner.geometry.capacity
+    length = min(capacity + capacity // 3, runner.context - runner.widths[-1] - 64)
+    session, log = Session(runner), _Log()
+    for start in range(0, length, 40):  # pieces that do not fit the blocks: the ring sees all kinds of calls
+        session.prefill(subject.prompt(length)[start : start + 40])
+        log.extend(session)
+    reference = session.fork()
+    calls = [1, 1, 2, 4, 1, runner.widths[-1], 1, 3] * subject.tokens(2, 12)
+    noise = np.random.default_rng(0)
+    for rows in calls:
+        rows = min(rows, session.rows_allowed(), runner.context - len(session))
+        tokens = subject.prompt(len(session) + rows, seed=1)[-rows:]
+        log.rebuild(reference, noise)
+        expected, found = reference.step(tokens), session.step(tokens)
+        for offset, (one, other) in enumerate(zip(expected, found, strict=True)):
+            row = row_of(one)
+            tally.compared += 1
+            tally.smallest_margin = min(tally.smallest_margin, row.margin)
+            tally.same(row, row_of(other), f"position {len(session) + offset}")
+        session.commit(rows)
+        reference.commit(rows)
+        log.extend(session)
+        if tally.bitwise:
+            tally.require(same_cache(session, reference), f"K/V differ before position {len(session)}")
+    return tally.result("ring = full cache")
+
+
+class _Log:
+    """A full cache: the sliding layers' K/V rows of every position, copied when they are written."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[NDArray[np.float16]]] = []
+
+    def extend(self, session: Session) -> None:
+        """Copy the rows of the positions that are new."""
+        new = range(len(self._rows), len(session))
+        capacity = session.slots.geometry.capacity
+        buffers = sliding_buffers(session)
+        self._rows += [[buffer[:, position % capacity].copy() for buffer in buffers] for position in new]
+
+    def rebuild(self, session: Session, noise: np.random.Generator) -> None:
+        """Fill the rings with noise, marked as empty, and put the window's rows into their places."""
+        slots, position = session.slots, len(session)
+        window = range(max(0, position - slots.geometry.window + 1), position)
+        slots.sliding[:] = EMPTY
+        for index, buffer in enumerate(sliding_buffers(session)):
+            buffer[...] = noise.standard_normal((buffer.shape[1], 1), dtype=np.float32)
+            for seen in window:
+                buffer[:, seen % slots.geometry.capacity] = self._rows[seen][index]
+        for seen in window:
+            slots.sliding[seen % slots.geometry.capacity] = seen
+
+
+def block_prefill_equals_single_tokens(subject: Subject) -> GateResult:
+    """Prefill in pieces of all sizes against one token per call, over the ring's wrap."""
+    tally, runner = Tally(subject.margin_bound), subject.runner
+    count = min(subject.tokens(150, 600), runner.context - 1)
+    start = max(0, min(subject.wrap() - 30, runner.context - count))
+    prompt = subject.prompt(start + count)
+    base = filled(runner, prompt[:start])
+    single, blocks = (base.fork(), base) if start else (Session(runner), Session(runner))
+    expected = []
+    for token in prompt[start:]:
+        expected.append(row_of(single.step([token])[0]))
+        single.commit(1)
+    pieces = [runner.widths[-1], 1, 7, 33, 2, 64, 5]
+    while len(blocks) < len(prompt):
+        piece = pieces.pop(0)
+        pieces.append(piece)
+        blocks.prefill(prompt[len(blocks) : len(blocks) + piece])
+        assert blocks.hidden is not None
+        first = len(blocks) - len(blocks.hidden)
+        for position, logits in enumerate(runner.logits(blocks.hidden), first):
+            row = expected[position - start]
+            tally.compared += 1
+            tally.smallest_margin = min(tally.smallest_margin, row.margin)
+            tally.same(row, row_of(logits), f"position {position}, pieces of {piece}")
+    if tally.bitwise:
+        tally.require(same_cache(single, blocks), "K/V differ at the end")
+    return tally.result("block prefill = token by token")
+
+
+def promoted_equals_wide(subject: Subject) -> GateResult:
+    """Decoding over the edge of a rung, against a session that ran in the wider functions from the start."""
+    tally, runner = Tally(subject.margin_bound), subject.runner
+    count = subject.tokens(24, 160)
+    for edge in subject.edges():
+        prompt = subject.prompt(edge - count // 2)
+        narrow = filled(runner, prompt[:-1])
+        addresses = [buffer.ctypes.data for buffer in sliding_buffers(narrow)]
+        wide = filled(with_rungs(runner, [r for r in runner.rungs if r > edge]), prompt[:-1])
+        if tally.bitwise:
+            tally.require(same_cache(narrow, wide), f"K/V differ before {edge}")
+        expected = plain(wide, prompt[-1], count)
+        found = plain(narrow, prompt[-1], count)
+        tally.rows(expected.rows, found.rows, f"promotion at {edge}")
+        tally.require(narrow.promotions > 0, f"no promotion at {edge}")
+        moved = addresses != [buffer.ctypes.data for buffer in sliding_buffers(narrow)]
+        tally.require(not moved, f"K/V buffers moved at {edge}")
+        if tally.bitwise:
+            tally.require(same_cache(narrow, wide), f"K/V differ after {edge}")
+    left_out = [rung for rung in runner.rungs[:-1] if rung not in subject.edges()]
+    detail = f"promotions at {left_out} are checked with --full" if left_out else ""
+    return tally.result("promoted = wide from the start", detail)
+
+
+def revisited_equals_fresh(subject: Subject) -> GateResult:
+    """Forks, rewinds (near, and far by snapshot) and runs repeated, against a fresh session."""
+    tally, runner = Tally(subject.margin_bound), subject.runner
+    count = subject.tokens(16, 80)
+    length = min(subject.wrap() + 50, runner.context // 2)
+    prompt = subject.prompt(length)
+    expected = plain(filled(runner, prompt[:-1]), prompt[-1], count)
+    session = filled(runner, prompt[:-1])
+    here = len(session)
+    session.keep_rewindable([here])
+    fork = session.fork()
+    further = min(runner.geometry.capacity + 20, runner.context - here)
+    detours = {"near": subject.prompt(min(40, further), seed=2), "far": subject.prompt(further, seed=3)}
+    for name, detour in detours.items():
+        session.prefill(detour)
+        session.rewind(here)
+        tally.rows(expected.rows, plain(session.fork(), prompt[-1], count).rows, f"fork after a {name} rewind")
+        tally.rows(expected.rows, plain(session, prompt[-1], count).rows, f"after a {name} rewind")
+        session.rewind(here)
+    tally.rows(expected.rows, plain(fork.fork(), prompt[-1], count).rows, "fork of a fork")
+    tally.rows(expected.rows, plain(fork, prompt[-1], count).rows, "fork")
+    fresh = filled(runner, prompt[:-1])
+    if tally.bitwise:
+        tally.require(same_cache(session, fresh), "K/V differ after a rewind")
+    return tally.result("forked, rewound, run again = fresh")
+
+
+def sampled_equals_plain(subject: Subject) -> GateResult:
+    """Sampled text with drafts against sampled text without, over seeds and temperatures."""
+    tally, runner = Tally(subject.margin_bound), subject.runner
+    count = subject.tokens(24, 100)
+    prompt = gate_prompts.prompts(subject.vocabulary_size, runner.manifest.bos_id)["records"]
+    base = filled(runner, prompt[:-1])
+    for number, temperature in enumerate(subject.tokens(1, 3) * [0.3, 1.0, 2.0]):
+        top_k, top_p, penalty = (64, 0.95, 1.1) if number % 2 else (None, None, None)
+        sampling = SamplingParameters(
+            temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty, seed=1000 + number
+        )
+        expected = plain(base.fork(), prompt[-1], count, sampling)
+        drafters = adversaries(len(prompt), expected.tokens, subject.vocabulary_size)
+        for factory in [drafters[2], PromptLookupFactory()]:
+            found = decoded(base.fork(), prompt[-1], count, [factory], sampling)
+            where = f"temperature {temperature}, seed {sampling.seed}, drafter {factory.name}"
+            if tally.bitwise:
+                tally.tokens(expected.tokens, found.tokens, where)
+            else:  # a draw may fall on the edge between two tokens
+                agreeing = _common(expected.tokens, found.tokens)
+                tally.compared += agreeing
+                tally.notes += [f"{where}: parts at token {agreeing}"] if agreeing < count else []
+    return tally.result("sampled: speculative = plain")
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,93 @@
+"""The gates: checks with which anyone can see that a bundle computes what it should on their machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llm_gemma_coreml.bundle.checksums import verify_files
+from llm_gemma_coreml.bundle.inspection import check_packages
+from llm_gemma_coreml.bundle.manifest import Manifest, load_manifest
+from llm_gemma_coreml.engine import gate_checks
+from llm_gemma_coreml.engine.gate_checks import Subject
+from llm_gemma_coreml.engine.gate_results import GateReport, GateResult
+from llm_gemma_coreml.engine.gate_sampler import sampler_follows_distribution
+from llm_gemma_coreml.engine.model_runner import ModelRunner
+from llm_gemma_coreml.errors import BundleError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, gates done, gates in all)."""
+
+BITWISE_RUNTIMES = frozenset({"portable"})
+"""Runtimes that promise equal bits, however the tokens are cut into calls."""
+MARGIN_BOUND = 0.1
+"""For other runtimes: tokens may differ where the runtime's own top-2 margin (logits) is below this."""
+
+MODEL_GATES: tuple[Callable[[Subject], GateResult], ...] = (
+    gate_checks.speculative_equals_plain,
+    gate_checks.ring_equals_full_cache,
+    gate_checks.block_prefill_equals_single_tokens,
+    gate_checks.promoted_equals_wide,
+    gate_checks.revisited_equals_fresh,
+    gate_checks.sampled_equals_plain,
+    sampler_follows_distribution,
+)
+
+
+def run_gates(bundle_path: Path, full: bool = False, progress: Progress | None = None) -> GateReport:
+    """Run all gates on an installed bundle: the short set, or with `full` longer texts and every promotion.
+
+    Files that do not match are a failed gate, and then the model is not run. Raises BundleError if the bundle
+    cannot be read at all, and what the runtime raises.
+    """
+    manifest = load_manifest(bundle_path)
+    report = progress or _no_progress
+    report("Files", 0, 1)
+    files = files_are_whole(manifest, bundle_path)
+    report("Files", 1, 1)
+    if not files.passed:
+        return GateReport((files,), full, "none")
+    runner = open_runner(bundle_path, manifest)
+    try:
+        results = run_model_gates(runner, full, report)
+        return GateReport((files, *results), full, runner.runtime_name)
+    finally:
+        runner.close()
+
+
+def run_model_gates(
+    runner: ModelRunner,
+    full: bool = False,
+    progress: Progress | None = None,
+    gates: Sequence[Callable[[Subject], GateResult]] = MODEL_GATES,
+) -> list[GateResult]:
+    """Run the gates that need the model on an open one."""
+    report = progress or _no_progress
+    bound = 0.0 if runner.runtime_name in BITWISE_RUNTIMES else MARGIN_BOUND
+    subject = Subject(runner, bound, full)
+    results: list[GateResult] = []
+    report("Gates", 0, len(gates))
+    for gate in gates:
+        results.append(gate(subject))
+        report("Gates", len(results), len(gates))
+    return results
+
+
+def files_are_whole(manifest: Manifest, bundle_path: Path) -> GateResult:
+    """Every file has its SHA-256; states are declared alike in all functions; weights are stored once."""
+    name = "files, states, weights shared"
+    try:
+        verify_files(manifest, bundle_path)
+        check_packages(manifest, bundle_path)
+    except BundleError as error:
+        return GateResult(name, 0, 1, None, False, str(error))
+    return GateResult(name, 0, 0, None, True, f"{len(manifest.files)} files")
+
+
+def open_runner(bundle_path: Path, manifest: Manifest) -> ModelRunner:
+    """The bundle's model on the first runtime that works here."""
+    raise NotImplementedError
+
+
+def _no_progress(work: str, done: int, total: int) -> None:
+    return None
