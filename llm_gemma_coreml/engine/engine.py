@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, runner: ModelRunner, *, budget: int | None = None) -> None:
         """budget: bytes of K/V that kept sessions may hold (default: a quarter of the memory, at most 4 GB)."""
         self._runner = runner
-        self._costs = CallCosts()
+        self._costs = CallCosts(runner.verify_widths)
         self._cache = PrefixCache(self._make_slot, budget)
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._closed = False
@@ -56,10 +56,8 @@ class Engine:
         runtime: a runtime or its name (default: the first that works here). context: cap in tokens. threads: compute
         threads. exact: fp32 activations, slow. Raises BundleError, PackageError, RequestError, MissingDependencyError.
         """
-        manifest = load_manifest(bundle_path)
-        chosen = choose_runtime(runtime)
-        options = RuntimeOptions(threads, exact, bundle_path / CACHE_FOLDER)
-        return cls(ModelRunner(bundle_path, manifest, chosen, options, context=context), budget=budget)
+        runner = open_runner(bundle_path, runtime=runtime, context=context, threads=threads, exact=exact)
+        return cls(runner, budget=budget)
 
     @property
     def manifest(self) -> Manifest:
@@ -201,8 +199,21 @@ class Engine:
         return SessionSlot(session, Speculator(session, self.manifest.vocabulary_size, self._costs))
 
 
+def open_runner(
+    bundle_path: Path,
+    *,
+    runtime: Runtime | str | None = None,
+    context: int | None = None,
+    threads: int | None = None,
+    exact: bool = False,
+) -> ModelRunner:
+    """The packages of a bundle, open; arguments and errors are those of `Engine.open`."""
+    options = RuntimeOptions(threads, exact, bundle_path / CACHE_FOLDER)
+    return ModelRunner(bundle_path, load_manifest(bundle_path), choose_runtime(runtime), options, context=context)
+
+
 def choose_runtime(wanted: Runtime | str | None) -> Runtime:
-    """The runtime of that name, or the first that works on this machine. Raises MissingDependencyError, RequestError."""
+    """The runtime of that name, or the first that works here. Raises MissingDependencyError, RequestError."""
     from llm_gemma_coreml import hooks
 
     if wanted is not None and not isinstance(wanted, str):

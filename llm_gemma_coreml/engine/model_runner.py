@@ -112,7 +112,8 @@ class ModelRunner:
         if rows > largest:
             return (largest, *self._cuts(rows - largest))
         single = self.width_for(rows) + _CALL_OVERHEAD_ROWS
-        best, best_cost = (rows,), single
+        best: tuple[int, ...] = (rows,)
+        best_cost = single
         for width in self.widths:
             calls, rest = divmod(rows, width)
             cost = calls * (width + _CALL_OVERHEAD_ROWS)
@@ -130,7 +131,7 @@ class ModelRunner:
         rows, position = len(tokens), slots.length
         width = self.width_for(rows)
         rung = self.rung_for(position + rows)
-        padded = [*tokens, *(tokens[-1:] * (width - rows))]
+        padded = [*tokens, *[tokens[-1]] * (width - rows)]
         hidden: Array = self._embedding.rows(padded)
         slots.write(rows, width)
         common, by_kind = self._inputs(slots, position, width, rung)
