@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from portable_programs import mb, run_package, save_program
+from portable_programs import mb, run_package, save_program, translate_package
 
 RNG = np.random.default_rng(1)
 X = RNG.standard_normal((2, 3, 4)).astype(np.float32)
@@ -276,6 +276,33 @@ def test_slices_at_run_time(tmp_path: Path) -> None:
         wanted = [x[:, at : at + 2], x[:, at : at + 2], updated, updated, x[:, at]]
         for result, expected in zip(results, wanted, strict=True):
             np.testing.assert_array_equal(result, expected)
+
+
+def test_update_at_run_time_is_a_join(tmp_path: Path) -> None:
+    """Bounds put together from constants and one input are understood: only the axis that is cut is touched."""
+
+    def build(x: Any, at: Any) -> Any:
+        begin, end = _at(at, 2)
+        return mb.slice_update(x=x, update=ROWS, begin=begin, end=end)
+
+    x = RNG.standard_normal((2, 6, 4)).astype(np.float32)
+    path = save_program(build, {"x": x, "at": np.zeros(1, np.int32)}, tmp_path / "p.mlpackage")
+    operators = [node.op_type for node in translate_package(path).model.graph.node]
+    assert "ScatterElements" not in operators
+    assert operators.count("Slice") <= 4  # two bounds, the rows before, the rows after
+
+
+def test_slice_of_a_size_chosen_at_run_time(tmp_path: Path) -> None:
+    """slice_by_size with one size as an input, -1 for all that follow."""
+
+    def build(x: Any, rows: Any) -> Any:
+        size = mb.concat(values=(np.array([2], np.int32), rows, np.array([-1], np.int32)), axis=0)
+        return mb.slice_by_size(x=x, begin=[0, 1, 2], size=size)
+
+    path = save_program(build, {"x": X, "rows": np.ones(1, np.int32)}, tmp_path / "p.mlpackage")
+    for rows in (1, 2, -1):
+        (result,) = run_package(path, {"x": X, "rows": np.array([rows], np.int32)})
+        np.testing.assert_array_equal(result, X[:, 1 : None if rows < 0 else 1 + rows, 2:])
 
 
 def test_slice_update_by_stride_and_squeeze(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ class Context:
             value = Value(self.type_of(name), value)
         self._values[name] = value
 
+    def producer(self, name: str) -> Operation | None:
+        """The operation of this function or block that gives the value."""
+        return self._producer.get(name)
+
     def type_of(self, name: str) -> TensorType:
         """The MIL type of a value, input or state."""
         if name in self._producer:

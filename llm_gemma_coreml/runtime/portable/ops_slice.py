@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llm_gemma_coreml.runtime.portable.graph import GraphBuilder
+from llm_gemma_coreml.runtime.portable.partial import known_elements
 from llm_gemma_coreml.runtime.portable.values import OperationView, Result, translates
 
 _LARGEST = np.iinfo(np.int64).max
@@ -14,6 +15,16 @@ _SMALLEST = np.iinfo(np.int64).min
 def _entry(graph: GraphBuilder, vector: str, axis: int) -> str:
     """Element `axis` of an int64 vector, as int64 [1]."""
     return graph.slice(vector, axis, axis + 1, 0)
+
+
+def elements(op: OperationView, key: str) -> list[int | None]:
+    """The elements of an argument with one number for each axis of x, as far as they are known."""
+    known = known_elements(op.context, op.bound(key)[0]) if op.has(key) else []
+    if len(known) != op.rank("x"):
+        if op.known(key) is not None:
+            raise op.unsupported(f"{len(known)} elements in {key!r} for {op.rank('x')} axes")
+        return [None] * op.rank("x")
+    return known
 
 
 class _Bounds:
@@ -27,10 +38,9 @@ class _Bounds:
         self.begin_mask = self._mask(op, "begin_mask")
         self.end_mask = self._mask(op, "end_mask")
         self.squeeze_mask = self._mask(op, "squeeze_mask")
-        self._known = {key: op.integers(key) if op.known(key) is not None else None for key in ("begin", "end")}
-        self._run_time = {
-            key: graph.to_int64(op.tensor(key)) if self._known[key] is None else "" for key in ("begin", "end")
-        }
+        self._op = op
+        self._known = {key: elements(op, key) for key in ("begin", "end")}
+        self._run_time: dict[tuple[str, int], str] = {}
 
     def _mask(self, op: OperationView, key: str) -> list[bool]:
         values = op.array(key, None)
@@ -38,8 +48,12 @@ class _Bounds:
 
     def bound(self, key: str, axis: int) -> int | str:
         """Begin or end of an axis, masks ignored: a number or the name of an int64 [1]."""
-        known = self._known[key]
-        return known[axis] if known is not None else _entry(self.graph, self._run_time[key], axis)
+        known = self._known[key][axis]
+        if known is not None:
+            return known
+        if (key, axis) not in self._run_time:
+            self._run_time[key, axis] = _entry(self.graph, self.graph.to_int64(self._op.tensor(key)), axis)
+        return self._run_time[key, axis]
 
     def begin(self, axis: int) -> int | str:
         """Begin of a slice along `axis`."""
@@ -88,21 +102,33 @@ def slice_by_index(op: OperationView, graph: GraphBuilder) -> Result:
 def slice_by_size(op: OperationView, graph: GraphBuilder) -> Result:
     """`size` elements from begin on along each axis, -1 for all that follow."""
     value, rank = op.tensor("x"), op.rank("x")
-    begins, sizes = (op.integers(key) if op.known(key) is not None else None for key in ("begin", "size"))
-    run_begin = graph.to_int64(op.tensor("begin")) if begins is None else ""
-    if sizes is None:
-        raise op.unsupported("argument 'size' is computed at run time")
+    begins, sizes = elements(op, "begin"), elements(op, "size")
     for axis in range(rank):
-        begin = begins[axis] if begins is not None else _entry(graph, run_begin, axis)
-        if sizes[axis] == -1:
+        known_begin, known_size = begins[axis], sizes[axis]
+        begin: int | str = known_begin if known_begin is not None else _run_time_entry(op, graph, "begin", axis)
+        if known_size == -1:
             end: int | str = _LARGEST
-        elif isinstance(begin, int):
-            end = begin + sizes[axis]
+        elif known_begin is not None and known_size is not None:
+            end = known_begin + known_size
         else:
-            end = graph.emit("Add", [begin, graph.constant([sizes[axis]], "int64")])
+            end = _run_time_end(op, graph, axis, begin, known_size)
         if begin != 0 or (end != _LARGEST and end != op.size("x", axis)):
             value = graph.slice(value, begin, end, axis)
     return value
+
+
+def _run_time_entry(op: OperationView, graph: GraphBuilder, key: str, axis: int) -> str:
+    return _entry(graph, graph.to_int64(op.tensor(key)), axis)
+
+
+def _run_time_end(op: OperationView, graph: GraphBuilder, axis: int, begin: int | str, size: int | None) -> str:
+    """begin + size, or the end of the axis where the size turns out to be -1."""
+    start = graph.constant([begin], "int64") if isinstance(begin, int) else begin
+    if size is not None:
+        return graph.emit("Add", [start, graph.constant([size], "int64")])
+    count = _run_time_entry(op, graph, "size", axis)
+    open_ended = graph.emit("Less", [count, graph.constant([0], "int64")])
+    return graph.emit("Where", [open_ended, graph.constant([_LARGEST], "int64"), graph.emit("Add", [start, count])])
 
 
 @translates("slice_update")

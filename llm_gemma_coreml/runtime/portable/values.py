@@ -177,7 +177,15 @@ class OperationView:
     def size(self, key: str, axis: int) -> int | None:
         """The size of an axis if it is sure to be that at run time."""
         size = self.type(key).shape[axis]
-        return None if size < 0 or (self.context.symbolic and not self.value(key).stored) else size
+        if self.context.symbolic and not self.value(key).stored and not self._is_state(key):
+            return None
+        return None if size < 0 else size
+
+    def _is_state(self, key: str) -> bool:
+        """True if the argument is what was read from a state: states have the declared sizes at all times."""
+        (item,) = self.bound(key)
+        producer = self.context.producer(item) if isinstance(item, str) else None
+        return producer is not None and producer.type == "read_state"
 
     def axis(self, key: str, of: str, default: int = _MISSING) -> int:
         """A known axis of argument `of`, not negative."""
