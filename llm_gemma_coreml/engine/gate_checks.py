@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from llm_gemma_coreml.engine import gate_prompts
 from llm_gemma_coreml.engine.gate_drafters import adversaries
 from llm_gemma_coreml.engine.gate_results import GateResult, Tally, row_of
 from llm_gemma_coreml.engine.gate_runs import (
+    Output,
     decoded,
     filled,
     plain,
@@ -26,6 +27,8 @@ from llm_gemma_coreml.engine.request import SamplingParameters
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.slots import EMPTY
 
+SHORT_RUN, LONG_RUN = 24, 160
+"""Tokens of a run over an edge, in the short and in the full set."""
 _SHORT_DEPTH = 8192
 """The short set does not go deeper than this many tokens."""
 
@@ -37,6 +40,7 @@ class Subject:
     runner: ModelRunner
     margin_bound: float
     full: bool
+    _bases: dict[int, Session] = field(default_factory=dict)
 
     @property
     def vocabulary_size(self) -> int:
@@ -45,6 +49,12 @@ class Subject:
     def prompt(self, length: int, seed: int = 0) -> tuple[int, ...]:
         """A prompt of `length` tokens."""
         return gate_prompts.long_prompt(length, self.vocabulary_size, self.runner.manifest.bos_id, seed)
+
+    def base(self, length: int) -> Session:
+        """A session of its own that holds all of `prompt(length)` but the last token; prefilled once."""
+        if length not in self._bases:
+            self._bases[length] = filled(self.runner, self.prompt(length)[:-1])
+        return self._bases[length].fork()
 
     def tokens(self, short: int, full: int) -> int:
         """How many tokens a run has in the short and in the full set."""
@@ -62,21 +72,26 @@ class Subject:
 def speculative_equals_plain(subject: Subject) -> GateResult:
     """Greedy, with drafters that know the answer and abuse it, over the ring's wrap and each promotion."""
     tally, runner = Tally(subject.margin_bound), subject.runner
+    count = subject.tokens(SHORT_RUN, LONG_RUN)
+    for edge in (subject.wrap(), *subject.edges()):
+        last = subject.prompt(edge - count // 2)[-1]
+        base = subject.base(edge - count // 2)
+        expected = plain(base.fork(), last, count)
+        drafters = adversaries(len(base) + 1, expected.tokens, subject.vocabulary_size)
+        for factory in [*drafters, PromptLookupFactory()]:
+            _compare(tally, expected, decoded(base.fork(), last, count, [factory]), f"at {edge}, {factory.name}")
     count = subject.tokens(40, 200)
-    starts = {f"at {edge}": subject.prompt(edge - count // 2) for edge in (subject.wrap(), *subject.edges())}
-    starts |= gate_prompts.prompts(subject.vocabulary_size, runner.manifest.bos_id)
-    for where, prompt in starts.items():
+    for name, prompt in gate_prompts.prompts(subject.vocabulary_size, runner.manifest.bos_id).items():
         base = filled(runner, prompt[:-1])
         expected = plain(base.fork(), prompt[-1], count)
-        deep = where.startswith("at ")
-        drafters = adversaries(len(prompt), expected.tokens, subject.vocabulary_size) if deep else []
-        for factory in [*drafters, PromptLookupFactory()]:
-            found = decoded(base.fork(), prompt[-1], count, [factory])
-            place = f"{where}, drafter {factory.name}"
-            tally.tokens(expected.tokens, found.tokens, place)
-            tally.rows(expected.rows, found.rows, place)
+        _compare(tally, expected, decoded(base, prompt[-1], count, [PromptLookupFactory()]), name)
     _at_the_end_of_the_context(subject, tally)
     return tally.result("speculative = plain, greedy")
+
+
+def _compare(tally: Tally, expected: Output, found: Output, where: str) -> None:
+    tally.tokens(expected.tokens, found.tokens, where)
+    tally.rows(expected.rows, found.rows, where)
 
 
 def _at_the_end_of_the_context(subject: Subject, tally: Tally) -> None:
@@ -180,10 +195,10 @@ def block_prefill_equals_single_tokens(subject: Subject) -> GateResult:
 def promoted_equals_wide(subject: Subject) -> GateResult:
     """Decoding over the edge of a rung, against a session that ran in the wider functions from the start."""
     tally, runner = Tally(subject.margin_bound), subject.runner
-    count = subject.tokens(24, 160)
+    count = subject.tokens(SHORT_RUN, LONG_RUN)
     for edge in subject.edges():
         prompt = subject.prompt(edge - count // 2)
-        narrow = filled(runner, prompt[:-1])
+        narrow = subject.base(edge - count // 2)
         addresses = [buffer.ctypes.data for buffer in sliding_buffers(narrow)]
         wide = filled(with_rungs(runner, [r for r in runner.rungs if r > edge]), prompt[:-1])
         if tally.bitwise:
