@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -39,11 +40,13 @@ class Engine:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=f"engine {runner.manifest.name}", daemon=True)
         self._thread.start()
+        # The thread must not be inside native code when the interpreter goes away.
+        atexit.register(self.close)
 
     @classmethod
     def open(
         cls,
-        bundle_path: Path,
+        bundle_path: Path | str,
         *,
         runtime: Runtime | str | None = None,
         context: int | None = None,
@@ -56,7 +59,7 @@ class Engine:
         runtime: a runtime or its name (default: the first that works here). context: cap in tokens. threads: compute
         threads. exact: fp32 activations, slow. Raises BundleError, PackageError, RequestError, MissingDependencyError.
         """
-        runner = open_runner(bundle_path, runtime=runtime, context=context, threads=threads, exact=exact)
+        runner = open_runner(Path(bundle_path), runtime=runtime, context=context, threads=threads, exact=exact)
         return cls(runner, budget=budget)
 
     @property
@@ -102,7 +105,7 @@ class Engine:
     def pin(self, token_ids: Sequence[int]) -> None:
         """Prefill these tokens and keep their K/V until `unpin`: a document that many questions start with.
 
-        Blocks until that is done. Raises ContextOverflowError, RequestError.
+        Blocks until that is done. Raises ContextOverflowError, and RequestError if they exceed the memory budget.
         """
         ids = tuple(token_ids)
         self.check(GenerationRequest(ids, max_tokens=0))
@@ -137,12 +140,13 @@ class Engine:
         return Session(self._runner)
 
     def close(self) -> None:
-        """End the thread after the requests that are already queued, and let go of the packages."""
+        """End the thread and let go of the packages. Running requests are cancelled, waiting ones get an error."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._work.put(None)
+        atexit.unregister(self.close)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -157,7 +161,7 @@ class Engine:
     def _put(self, work: Work) -> None:
         with self._lock:
             if self._closed:
-                raise GemmaCoreMLError("The engine is closed: open the bundle again.")
+                raise _closed_error()
             self._work.put(work)
 
     def _submit(self, request: GenerationRequest, channel: Channel) -> None:
@@ -176,8 +180,14 @@ class Engine:
             return
         slot: SessionSlot | None = None
         try:
+            if self._closed:
+                raise _closed_error()
             slot = self._cache.acquire(request.token_ids)
-            decoding = Decoding(slot.session, request, slot.speculator, channel.statistics, channel.cancelled, asked)
+
+            def cancelled() -> bool:
+                return self._closed or channel.cancelled()
+
+            decoding = Decoding(slot.session, request, slot.speculator, channel.statistics, cancelled, asked)
             for tokens in decoding.run():
                 channel.put(tokens)
             self._cache.release(slot)
@@ -190,13 +200,22 @@ class Engine:
             channel.finish()
 
     def _pin(self, ids: tuple[int, ...]) -> None:
-        slot = self._cache.acquire(ids)
-        slot.session.prefill(ids[len(slot.session) :])
+        slot = self._cache.holding(ids) or self._cache.acquire(ids)
+        try:
+            if len(slot.session) < len(ids):
+                slot.session.prefill(ids[len(slot.session) :], lambda: self._closed)
+        except BaseException:
+            self._cache.drop(slot)
+            raise
         self._cache.pin(slot, len(ids))
 
     def _make_slot(self, session: Session | None) -> SessionSlot:
         session = Session(self._runner) if session is None else session
         return SessionSlot(session, Speculator(session, self.manifest.vocabulary_size, self._costs))
+
+
+def _closed_error() -> GemmaCoreMLError:
+    return GemmaCoreMLError("The engine is closed: open the bundle again.")
 
 
 def open_runner(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.speculation import Speculator
+from llm_gemma_coreml.errors import RequestError
 
 MAXIMUM_SLOTS = 8
 _BLOCK = 128
@@ -21,13 +22,17 @@ _WORTH_FORKING = 32
 
 @dataclass(eq=False)
 class SessionSlot:
-    """A session with its drafters. `pinned` tokens at its start are never rewound or evicted."""
+    """A session with its drafters, and the lengths of the prefixes that are pinned."""
 
     session: Session
     speculator: Speculator
-    pinned: int = 0
+    pins: set[int] = field(default_factory=set)
     last_use: int = 0
-    marks: list[int] = field(default_factory=list)
+
+    @property
+    def pinned(self) -> int:
+        """So many tokens at the session's start are never rewound or evicted."""
+        return max(self.pins, default=0)
 
 
 class PrefixCache:
@@ -52,21 +57,21 @@ class PrefixCache:
     def acquire(self, ids: Sequence[int]) -> SessionSlot:
         """A slot whose session holds a proper prefix of `ids` (at least one id) and nothing else."""
         best, keep = self._best(ids)
-        if best is None:
+        if best is None or (keep < best.pinned and keep < _WORTH_FORKING):
             slot = self._fresh()
-        elif keep == len(best.session):
-            slot = best
-        elif self._should_fork(best, keep):
+        elif keep < best.pinned or self._should_fork(best, keep):
             slot = self._make(best.session.fork(keep))
             self._add(slot)
-        elif keep < best.pinned:
-            slot = self._fresh()
         else:
             best.session.rewind(keep)
             slot = best
         slot.last_use = next(self._clock)
         self._mark(slot, len(ids))
         return slot
+
+    def holding(self, ids: Sequence[int]) -> SessionSlot | None:
+        """A slot whose session begins with all of `ids`."""
+        return next((slot for slot in self._slots if slot.session.match(ids) == len(ids)), None)
 
     def _best(self, ids: Sequence[int]) -> tuple[SessionSlot | None, int]:
         """The slot of which the most tokens can be used, and how many."""
@@ -79,14 +84,19 @@ class PrefixCache:
         return best, most
 
     def _should_fork(self, slot: SessionSlot, keep: int) -> bool:
-        """True if the session's own continuation is worth keeping beside the new one."""
-        if keep < _WORTH_FORKING:
-            return False
+        """True if the session's own continuation is worth keeping beside the new one, and there is room.
+
+        Copying K/V is far cheaper than computing it, but takes memory: a long prefix is not copied for the sake
+        of a short continuation (question after question about one document).
+        """
         lost = len(slot.session) - keep
-        if keep >= slot.pinned and lost <= keep:
+        if keep < _WORTH_FORKING or lost < _WORTH_FORKING or lost < keep // 8:
             return False
-        share = slot.session.nbytes() * keep // max(1, len(slot.session))
-        return keep < slot.pinned or self.nbytes() + share <= self.budget
+        copied = slot.session.nbytes() * keep // len(slot.session)
+        while self.nbytes() + copied > self.budget:
+            if not self._evict(slot):
+                return False
+        return True
 
     def _fresh(self) -> SessionSlot:
         slot = self._make(None)
@@ -111,21 +121,29 @@ class PrefixCache:
             self._slots.remove(slot)
 
     def _evict(self, keep: SessionSlot) -> bool:
-        candidates = [slot for slot in self._slots if slot is not keep and not slot.pinned]
+        candidates = [slot for slot in self._slots if slot is not keep and not slot.pins]
         if not candidates:
             return False
         self._slots.remove(min(candidates, key=lambda slot: slot.last_use))
         return True
 
     def pin(self, slot: SessionSlot, length: int) -> None:
-        """Keep the first `length` tokens of the slot's session until `unpin`."""
-        slot.pinned = max(slot.pinned, length)
+        """Keep the first `length` tokens of the slot's session until `unpin`. RequestError beyond the budget."""
+        slot.pins.add(length)
+        needed = sum(slot.session.nbytes() for slot in self._slots if slot.pins)
+        if needed > self.budget:
+            slot.pins.discard(length)
+            raise RequestError(
+                f"Pinned tokens would take {needed >> 20} MB, more than the {self.budget >> 20} MB for sessions. "
+                "Unpin others, or open the engine with a larger budget."
+            )
+        self.release(slot)
 
     def unpin(self, ids: Sequence[int]) -> bool:
         """Undo `pin` for these tokens; False if they were not pinned."""
-        found = [slot for slot in self._slots if slot.pinned and slot.session.match(ids) >= slot.pinned]
+        found = [slot for slot in self._slots if len(ids) in slot.pins and slot.session.match(ids) == len(ids)]
         for slot in found:
-            slot.pinned = 0
+            slot.pins.discard(len(ids))
         return bool(found)
 
     def clear(self) -> None:
@@ -146,8 +164,7 @@ class PrefixCache:
         size = max(1, slot.session.snapshot_nbytes())
         allowed = int(min(_MAXIMUM_SNAPSHOTS, max(1, self.budget * _SNAPSHOT_SHARE // size)))
         wanted = [prompt - 1]
-        if slot.pinned:
-            wanted.append(slot.pinned)
+        wanted += slot.pins
         distance = _BLOCK
         while distance < prompt:
             wanted.append((prompt - distance) // _BLOCK * _BLOCK)

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +24,8 @@ class Channel:
         self.done = threading.Event()
         """Set once the engine no longer works on the request."""
         self._put = put
-        self._lock = threading.Lock()
+        # Re-entrant: the collector may delete the stream, which cancels, while this thread holds the lock.
+        self._lock = threading.RLock()
         self._cancelled = False
         self._started = False
 
@@ -33,15 +35,19 @@ class Channel:
             self._started = not self._cancelled
             return self._started
 
-    def put(self, tokens: tuple[int, ...]) -> None:
-        self._put(tokens)
+    def put(self, item: Item) -> None:
+        """Hand an item to the stream. If its event loop is closed, nobody listens: the request is cancelled."""
+        try:
+            self._put(item)
+        except RuntimeError:
+            self._cancelled = True
 
     def finish(self, error: BaseException | None = None) -> None:
         """The engine is through with the request, successfully if `error` is None."""
         self.done.set()
         if error is not None:
-            self._put(error)
-        self._put(None)
+            self.put(error)
+        self.put(None)
 
     def cancel(self) -> None:
         """Stop the request at the next call; a request that still waits is dropped at once."""
@@ -115,10 +121,9 @@ class AsyncTokenStream:
     the engine. Made and used on one event loop."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[Item] = asyncio.Queue()
         self._ended = False
-        self.channel = Channel(_thread_safe_put(self._loop, self._items))
+        self.channel = Channel(partial(_put, asyncio.get_running_loop(), self._items))
 
     @property
     def statistics(self) -> GenerationStatistics:
@@ -166,12 +171,5 @@ class AsyncTokenStream:
             channel.cancel()
 
 
-def _thread_safe_put(loop: asyncio.AbstractEventLoop, items: asyncio.Queue[Item]) -> Callable[[Item], None]:
-    def put(item: Item) -> None:
-        try:
-            loop.call_soon_threadsafe(items.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody listens any more
-            channel_gone.set()
-
-    channel_gone = threading.Event()
-    return put
+def _put(loop: asyncio.AbstractEventLoop, items: asyncio.Queue[Item], item: Item) -> None:
+    loop.call_soon_threadsafe(items.put_nowait, item)
