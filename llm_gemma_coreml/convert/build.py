@@ -1,4 +1,4 @@
-"""From a checkpoint to a bundle on disk: packages, tokenizer, template, licence note and `bundle.json`, all or nothing."""
+"""From a checkpoint to a bundle on disk: packages, tokenizer, template, licence note, `bundle.json`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from llm_gemma_coreml.bundle.manifest import (
     StateEntry,
 )
 from llm_gemma_coreml.bundle.store import bundle_writer, bundles_folder, check_name, require_free_space
+from llm_gemma_coreml.convert.calibration import Importance
 from llm_gemma_coreml.convert.quantise import BLOCK
 from llm_gemma_coreml.convert.source import PROJECTIONS, ModelConfig, Source, expected_shapes, open_source
-from llm_gemma_coreml.convert.weight_table import Importance, WeightTable
+from llm_gemma_coreml.convert.weight_table import WeightTable
 from llm_gemma_coreml.errors import MissingDependencyError, RequestError
 
 if TYPE_CHECKING:
@@ -74,8 +75,9 @@ def build_bundle(
 ) -> Path:
     """Convert a checkpoint (an open source, which stays open, or a path) and return the new bundle's folder.
 
-    name: default from the checkpoint. folder: where bundles live; default the installed ones. replace: an older bundle
-    of that name gives way once the new one is whole. The other arguments are BuildOptions.
+    name: default from the checkpoint. folder: where bundles live; default the installed ones. replace: an older
+    bundle of that name gives way once the new one is whole. The other arguments are those of BuildOptions.
+    All or nothing: a bundle is there when it is complete, and not before.
     Raises SourceError, BundleError (name taken, disk full), RequestError (options), MissingDependencyError.
     """
     options = BuildOptions(bits, contexts, widths, layers_per_package, write_form, attention_form, report)
@@ -108,7 +110,7 @@ def build_quickstart(progress: Progress | None = None, folder: Path | None = Non
 
 
 def ring_capacity(window: int, widths: Sequence[int]) -> int:
-    """Slots of a sliding layer's ring: whole blocks, so that no call overwrites what one of its rows still sees."""
+    """Slots of a sliding layer's ring: whole blocks, enough that no call overwrites what its rows still see."""
     decode = max((width for width in widths if width < _POSITIONS), default=1)
     return -(-(window + _POSITIONS + decode) // _POSITIONS) * _POSITIONS
 
@@ -133,8 +135,8 @@ def _build(
     name = name or source.config.name
     check_name(name)
     folder = folder or bundles_folder()
-    bits = _bits(source.config, options.bits)
-    layout = _layout(source.config, options)
+    bits = choose_bits(source.config, options.bits)
+    layout = choose_layout(source.config, options)
     require_free_space(folder, _estimated_bytes(source.config, bits))
     tell = progress or (lambda work, done, total: None)
     with bundle_writer(name, replace=replace, folder=folder) as building:
@@ -166,23 +168,24 @@ def _require_coremltools() -> None:
             f"Conversion needs coremltools {COREMLTOOLS_VERSION}, found {found}. Install it with "
             "pip install 'llm-gemma-coreml[convert]' (Python 3.11 to 3.13)."
         )
-    # It warns at import about parts that only exist on a Mac, and about versions of PyTorch, which is not used.
+    # It warns at import about parts that only exist on a Mac, and about PyTorch, which is not used.
     logging.getLogger("coremltools").setLevel(logging.ERROR)
     try:
         import coremltools  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            f"coremltools cannot be imported ({error}). Reinstall it: pip install 'llm-gemma-coreml[convert]'."
+            f"coremltools cannot be imported ({error}). Reinstall it: "
+            "pip install --force-reinstall 'llm-gemma-coreml[convert]'."
         ) from error
 
 
-def _bits(config: ModelConfig, bits: int | None) -> int:
+def choose_bits(config: ModelConfig, bits: int | None) -> int:
     if bits not in (None, 4, 8, 16):
         raise RequestError(f"bits is {bits}; choose 8 or 4 (or 16 for plain fp16).")
     return bits or (8 if parameters(config) < SMALL_MODEL else 4)
 
 
-def _layout(config: ModelConfig, options: BuildOptions) -> Layout:
+def choose_layout(config: ModelConfig, options: BuildOptions) -> Layout:
     """The checked ladder, widths and package sizes."""
     from llm_gemma_coreml.convert.emit import ATTENTION_FORMS, WRITE_FORMS
     from llm_gemma_coreml.convert.packages import Layout
@@ -196,6 +199,8 @@ def _layout(config: ModelConfig, options: BuildOptions) -> Layout:
             raise RequestError(f"The width {width} is not possible; use 1 to {_POSITIONS} rows per call.")
     if not options.contexts or not options.widths or largest < _POSITIONS:
         raise RequestError("A bundle needs at least one context and one width.")
+    if options.layers_per_package is not None and options.layers_per_package < 1:
+        raise RequestError("A package needs at least one layer.")
     for chosen, known in ((options.write_form, WRITE_FORMS), (options.attention_form, ATTENTION_FORMS)):
         if chosen not in known:
             raise RequestError(f"{chosen!r} is not one of {', '.join(known)}.")
@@ -220,7 +225,7 @@ def _estimated_bytes(config: ModelConfig, bits: int) -> int:
 
 
 def _on_int4_grid(source: Source) -> bool:
-    """Whether the checkpoint was trained for int4 blocks: then no scale need be searched. Looks at two layers."""
+    """Whether the checkpoint was trained for int4 blocks (two layers are looked at): no scales to search then."""
     layers = (0, source.config.layers - 1)
     names = [f"layers.{layer}.{part}" for layer in layers for part in PROJECTIONS]
     known = expected_shapes(source.config)
@@ -243,7 +248,14 @@ def _measure(source: Source, tell: Progress) -> Importance:
 def _report(source: Source, importance: Importance, tell: Progress) -> tuple[str, ...]:
     from llm_gemma_coreml.convert.calibration import compare_quantisations
 
-    return tuple(str(comparison) for comparison in compare_quantisations(source, importance or None))
+    tell("Comparing quantisations", 0, 1)
+    comparisons = compare_quantisations(source, importance or None)
+    tell("Comparing quantisations", 1, 1)
+    return tuple(
+        f"{c.label}: KL {c.kl_divergence:.5f} nats, argmax agreement {c.argmax_agreement:.2%} "
+        f"with the unquantised model over {c.tokens} tokens"
+        for c in comparisons
+    )
 
 
 @dataclass
@@ -301,8 +313,9 @@ def _licence_note(config: ModelConfig) -> str:
     note = f"The weights in this folder are under: {config.licence}\n{config.licence_url}\n"
     if config.family == "gemma3":
         note += (
-            "\nGemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms.\n"
-            "Its use is restricted by the Prohibited Use Policy at ai.google.dev/gemma/prohibited_use_policy.\n"
+            "\nGemma is provided under and subject to the Gemma Terms of Use found at\n"
+            "ai.google.dev/gemma/terms. Its use is restricted by the Prohibited Use Policy at\n"
+            "ai.google.dev/gemma/prohibited_use_policy.\n"
             "The weights were modified: quantised and converted to Core ML.\n"
         )
     return note
@@ -348,9 +361,7 @@ def _manifest(
         ring_capacity=layout.ring_capacity,
         rungs=layout.rungs,
         widths=layout.widths,
-        layer_packages=tuple(
-            LayerPackage(packages.package_name(layers), layers.start, layers.stop) for layers in ranges
-        ),
+        layer_packages=tuple(LayerPackage(packages.package_name(layers), layers.start, layers.stop) for layers in ranges),
         head_package=packages.HEAD_PACKAGE,
         head_widths=layout.head_widths,
         embedding=EmbeddingTable(
@@ -362,9 +373,7 @@ def _manifest(
             scales_offset=embedding[packages.EMBEDDING_SCALES],
             multiplier=config.embedding_multiplier,
         ),
-        rotary_sliding=RotaryEmbedding(
-            config.rope_theta_sliding, config.head_dim_sliding, config.head_dim_sliding // 2
-        ),
+        rotary_sliding=RotaryEmbedding(config.rope_theta_sliding, config.head_dim_sliding, config.head_dim_sliding // 2),
         rotary_full=RotaryEmbedding(
             config.rope_theta_full,
             config.head_dim_full,

@@ -1,7 +1,7 @@
-"""MIL building blocks of a Gemma decoder: norms, quantised linears, rotary embedding, stateful attention, gated MLP.
+"""MIL building blocks of a Gemma decoder: norm, quantised linear, rotary embedding, stateful attention, MLP.
 
-One `FunctionEmitter` builds one function. All functions of a package are the same text; only the number of rows S and
-the length of the prefix view differ.
+One `FunctionEmitter` builds one function. All functions of a package are the same text; only the number of rows
+S and the length of the prefix view differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LayerFunction:
 
 
 class FunctionEmitter:
-    """Emits operations into the function that is open (`with Function(...)`); `inputs` are its inputs and states."""
+    """Emits operations into the function that is open (`with Function(...)`); `inputs` holds its inputs and states."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class FunctionEmitter:
         return self._constants[weight_id]
 
     def norm(self, x: Var, weight: str | None, name: str, factor: float = 1.0) -> Var:
-        """RMS norm of fp32 x over the last axis, times the 1-D tensor `weight` (times `factor`) if there is one."""
+        """RMS norm of fp32 x over the last axis; times the 1-D tensor `weight` and `factor` if there is one."""
         square = mb.mul(x=x, y=x, name=f"{name}_square")
         mean = mb.reduce_mean(x=square, axes=[-1], keep_dims=True, name=f"{name}_mean")
         shifted = mb.add(x=mean, y=np.float32(self.config.rms_norm_epsilon), name=f"{name}_shifted")
@@ -133,10 +133,15 @@ class FunctionEmitter:
         apart = mb.reshape(x=x, shape=list(shape), name=f"{name}_heads")
         return mb.transpose(x=apart, perm=list(perm), name=name)
 
+    def query_factor(self, layer: int) -> float:
+        """What queries must be multiplied by before `attention`."""
+        fused = self.layout.attention_form == "sdpa"
+        return self.config.query_scale * (self.config.head_dim(layer) ** 0.5 if fused else 1)
+
     def attention(self, query: Var, key: Var, value: Var, layer: int, name: str) -> Var:
         """Write the new rows, then attend over the prefix view of the states.
 
-        query fp16 [KV, G, S, D], already scaled; key, value fp16 [KV, S, D]. Returns fp16 [S, KV * G * D].
+        query fp16 [KV, G, S, D], times `query_factor`; key, value fp16 [KV, S, D]. Returns fp16 [S, KV * G * D].
         """
         kind = self.config.layer_types[layer]
         kv_heads, group, _, head_dim = query.shape
@@ -144,21 +149,18 @@ class FunctionEmitter:
         values = self._write_and_view(value, f"v_{layer}", kind, f"{name}_values")
         # The query heads of a KV head are folded into rows, so that one product per KV head serves them all.
         folded = mb.reshape(x=query, shape=[kv_heads, -1, head_dim], name=f"{name}_query")
-        attend = (
-            self._explicit_attention if self.layout.attention_form == "explicit" else self._fused_attention
-        )
+        attend = self._explicit_attention if self.layout.attention_form == "explicit" else self._fused_attention
         mixed = attend(folded, keys, values, group, self.mask(kind), name)
         apart = mb.reshape(x=mixed, shape=[kv_heads, group, -1, head_dim], name=f"{name}_mixed_heads")
         rows_first = mb.transpose(x=apart, perm=[2, 0, 1, 3], name=f"{name}_mixed_rows")
         return mb.reshape(x=rows_first, shape=[-1, kv_heads * group * head_dim], name=f"{name}_mixed")
 
-    def _explicit_attention(
-        self, query: Var, keys: Var, values: Var, group: int, mask: Var, name: str
-    ) -> Var:
+    def _explicit_attention(self, query: Var, keys: Var, values: Var, group: int, mask: Var, name: str) -> Var:
         """The pattern that the portable runtime recognises: see runtime/portable/attention.py.
 
         scores = matmul(query [KV, G*S, D], keys [KV, W, D] transposed) -> reshape [KV, G, S, W]
-        -> select(mask [S, W], scores, MASKED_SCORE) -> softmax -> reshape [KV, G*S, W] -> matmul(values [KV, W, D]).
+        -> select(mask [S, W], scores, MASKED_SCORE) -> softmax -> reshape [KV, G*S, W]
+        -> matmul(values [KV, W, D]).
         """
         kv_heads, slots = keys.shape[0], keys.shape[1]
         scores = mb.matmul(x=query, y=keys, transpose_y=True, name=f"{name}_scores")
@@ -169,27 +171,24 @@ class FunctionEmitter:
         return mb.matmul(x=folded, y=values, name=f"{name}_sum")
 
     def _fused_attention(self, query: Var, keys: Var, values: Var, group: int, mask: Var, name: str) -> Var:
-        """Core ML's own attention operation. It divides by sqrt(D), so the query is multiplied by it first."""
-        unscaled = mb.mul(x=query, y=np.float16(query.shape[-1] ** 0.5), name=f"{name}_query_unscaled")
+        """Core ML's own attention operation; it divides by sqrt(D), which `query_factor` makes up for."""
         repeated = mb.tile(x=mask, reps=[group, 1], name=f"{name}_mask")
         per_head = mb.tile(
             x=mb.expand_dims(x=repeated, axes=[0], name=f"{name}_mask_expanded"),
             reps=[keys.shape[0], 1, 1],
             name=f"{name}_mask_heads",
         )
-        return mb.scaled_dot_product_attention(
-            query=unscaled, key=keys, value=values, attn_mask=per_head, name=f"{name}_sum"
-        )
+        return mb.scaled_dot_product_attention(query=query, key=keys, value=values, attn_mask=per_head, name=f"{name}_sum")
 
     def mask(self, kind: str) -> Var:
-        """Which slots each row sees, bool [S, W]; made once per function and shared by all layers of the kind."""
+        """Which slots each row sees, bool [S, W]; made once per function, shared by all layers of the kind."""
         if kind not in self._masks:
             self._masks[kind] = self._emit_mask(kind)
         return self._masks[kind]
 
     def _emit_mask(self, kind: str) -> Var:
-        # Only elementwise operations on the two position inputs: the portable runtime builds this graph again for
-        # other sets of slots, and finds the slots by the comparison with zero.
+        # Only elementwise operations on the two position inputs: the portable runtime builds this graph again
+        # for other sets of slots, and finds the slots by the comparison with zero.
         name = f"{kind}_mask"
         rows = mb.expand_dims(x=self._inputs["query_positions"], axes=[1], name=f"{name}_rows")
         slots = mb.expand_dims(x=self._inputs[f"{kind}_slot_positions"], axes=[0], name=f"{name}_slots")
@@ -229,9 +228,7 @@ class FunctionEmitter:
     def _row_offsets(self, current: Var, kind: str, name: str) -> Var:
         """Index of each row of the state relative to the write start, int32 [rows]."""
         length = current.shape[1]
-        rows = self._weights.array(
-            f"row_indices.{length}", lambda: np.arange(length, dtype=np.int32), (length,), "int32"
-        )
+        rows = self._weights.array(f"row_indices.{length}", lambda: np.arange(length, dtype=np.int32), (length,), "int32")
         return mb.sub(x=self.constant(rows), y=self._inputs[f"{kind}_write_start"], name=f"{name}_offsets")
 
     def _write_one_hot(self, current: Var, rows: Var, kind: str, name: str) -> Var:
@@ -240,9 +237,7 @@ class FunctionEmitter:
         one_hot = mb.cast(x=hits, dtype="fp16", name=f"{name}_one_hot")
         placed = mb.matmul(x=one_hot, y=rows, name=f"{name}_placed")
         touched = mb.reduce_sum(x=one_hot, axes=[1], keep_dims=True, name=f"{name}_touched")
-        kept = mb.mul(
-            x=current, y=mb.sub(x=np.float16(1), y=touched, name=f"{name}_keep"), name=f"{name}_kept"
-        )
+        kept = mb.mul(x=current, y=mb.sub(x=np.float16(1), y=touched, name=f"{name}_keep"), name=f"{name}_kept")
         return mb.add(x=kept, y=placed, name=name)
 
     def _write_gather(self, current: Var, rows: Var, kind: str, name: str) -> Var:
@@ -272,12 +267,10 @@ class FunctionEmitter:
         return self.linear(product, [f"{prefix}.down"], f"{name}_down")
 
     def logits(self, hidden: Var) -> Var:
-        """Logits, fp32 [S, V], of the final hidden states: the tied embedding as a linear, softcapped if the model is."""
+        """Logits, fp32 [S, V], of the final hidden states: tied embedding, then the softcap if there is one."""
         raw = self.linear(hidden, ["embedding"], "embedding")
         cap = self.config.final_softcap
         if cap is None:
             return mb.cast(x=raw, dtype="fp32", name="logits")
-        capped = mb.tanh(
-            x=mb.mul(x=self.single(raw), y=np.float32(1 / cap), name="logits_scaled"), name="logits_tanh"
-        )
+        capped = mb.tanh(x=mb.mul(x=self.single(raw), y=np.float32(1 / cap), name="logits_scaled"), name="logits_tanh")
         return mb.mul(x=capped, y=np.float32(cap), name="logits")

@@ -1,7 +1,7 @@
-"""Writes a Core ML package with many functions over one copy of the weights, one function and one tensor at a time.
+"""Writes a Core ML package of many functions over one copy of the weights, one function and tensor at a time.
 
-Everything that depends on coremltools' internals (9.0) is in this file. No graph pass is run: the programs are emitted
-in their final form, and some passes need minutes for a large model.
+Everything that depends on coremltools' internals (9.0) is in this file. No graph pass is run: the programs are
+emitted in their final form, and some passes need minutes for a large model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DTYPES: dict[str, Any] = {
 }
 
 EmitBody = Callable[[dict[str, Any]], Any]
-"""Emits the operations of a function, given its inputs and states by name; returns the value of its output."""
+"""Emits the operations of a function, given its inputs and states by name; returns its output."""
 
 
 def tensor_input(shape: tuple[int, ...], dtype: str) -> Any:
@@ -51,11 +51,9 @@ def state_input(shape: tuple[int, ...]) -> Any:
 
 
 def placeholder_constant(weight_id: str, tensor: StoredTensor) -> Any:
-    """A constant of the right shape and type that takes no memory; its values are fetched when it is written."""
+    """A constant of the right shape and type without memory; its values are fetched when it is written."""
     dtype = np.dtype(_DTYPES[tensor.dtype])
-    empty: NDArray[Any] = np.ndarray(
-        tensor.shape, dtype, buffer=bytes(dtype.itemsize), strides=(0,) * len(tensor.shape)
-    )
+    empty: NDArray[Any] = np.ndarray(tensor.shape, dtype, buffer=bytes(dtype.itemsize), strides=(0,) * len(tensor.shape))
     constant = mb.const(val=empty, name=weight_id.replace(".", "_"))
     constant.op.weight_id = weight_id
     return constant
@@ -64,10 +62,8 @@ def placeholder_constant(weight_id: str, tensor: StoredTensor) -> Any:
 class PackageWriter:
     """Writes one package. Add the functions one after the other, then `finish`."""
 
-    def __init__(
-        self, path: Path, weights: WeightTable, wrote: Callable[[int], None] = lambda count: None
-    ) -> None:
-        """path: the .mlpackage folder, which must not exist. wrote: told the number of elements of each new tensor."""
+    def __init__(self, path: Path, weights: WeightTable, wrote: Callable[[int], None] = lambda count: None) -> None:
+        """path: the .mlpackage folder to make. wrote: called with the number of elements of each new tensor."""
         self._path = path
         self._weights = weights
         self._wrote = wrote
@@ -82,7 +78,8 @@ class PackageWriter:
     def add_function(self, name: str, inputs: Mapping[str, Any], emit: EmitBody) -> None:
         """Emit a function and write those of its constants that no function before it had.
 
-        inputs: `tensor_input`s and `state_input`s by name. The output is named as `emit` named its last operation.
+        inputs: `tensor_input`s and `state_input`s by name. The output has the name of the operation that `emit`
+        returned.
         """
         with _fresh_names(), Function(dict(inputs), opset_version=_TARGET) as function:
             function.set_outputs([emit(dict(function.inputs))])
@@ -100,7 +97,7 @@ class PackageWriter:
         self._descriptions.append(_description(describer, name, function))
 
     def _check_states(self, name: str, function: Any) -> None:
-        """All functions must declare the same states: coremltools does not check it, and Core ML trusts it."""
+        """All functions must declare the same states: coremltools does not check it, Core ML trusts it."""
         states = {
             key: tuple(var.sym_type.wrapped_type().get_shape())
             for key, var in function.inputs.items()
@@ -129,15 +126,13 @@ class PackageWriter:
         for name, function in self._functions.items():
             model.mlProgram.functions[name].CopyFrom(function)
         (self._folder / "model.mlmodel").write_bytes(model.SerializeToString(deterministic=True))
-        (self._path / "Manifest.json").write_text(json.dumps(_manifest(), indent=4) + "\n")
+        (self._path / "Manifest.json").write_text(json.dumps(_manifest(), indent=4, sort_keys=True) + "\n")
 
 
 class _StreamingExporter(MILProtoExporter):  # type: ignore[misc]
     """Stores each constant under its weight id, once, and fetches its values only then."""
 
-    def __init__(
-        self, program: Any, weights_folder: Path, weights: WeightTable, wrote: Callable[[int], None]
-    ) -> None:
+    def __init__(self, program: Any, weights_folder: Path, weights: WeightTable, wrote: Callable[[int], None]) -> None:
         super().__init__(prog=program, weights_dir=str(weights_folder), specification_version=_TARGET)
         self._weights = weights
         self._wrote = wrote
@@ -187,7 +182,7 @@ def _description(describer: Any, name: str, function: Any) -> Any:
 
 @contextmanager
 def _fresh_names() -> Iterator[None]:
-    """Number unnamed values from zero, so that all functions use the same names and builds are reproducible."""
+    """Number unnamed values from zero: all functions use the same names, and builds are reproducible."""
     before, mb.name_count = mb.name_count, defaultdict(int)
     try:
         yield
@@ -196,7 +191,10 @@ def _fresh_names() -> Iterator[None]:
 
 
 def _manifest() -> dict[str, Any]:
-    """Manifest.json of a package: the specification and the folder of weights. Ids are fixed: builds are reproducible."""
+    """Manifest.json: the specification and the folder of weights, with fixed ids so that builds are reproducible.
+
+    coremltools writes the file again when it opens a package; sorted and indented by 4 it stays as it is.
+    """
     items = {
         "model.mlmodel": "CoreML Model Specification",
         "weights": "CoreML Model Weights",

@@ -1,4 +1,4 @@
-"""Emits the functions of a bundle's packages and writes them: consecutive layers to each layer package, then the head."""
+"""Which functions the packages of a bundle have, and their writing: layer packages, then the head package."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ class Layout:
         """The functions of each layer package."""
         for rung in self.rungs:
             for width in self.widths:
-                yield LayerFunction(
-                    rung, width, self.rungs[-1], self.ring_capacity, self.write_form, self.attention_form
-                )
+                yield LayerFunction(rung, width, self.rungs[-1], self.ring_capacity, self.write_form, self.attention_form)
 
     def layer_ranges(self, layers: int) -> list[range]:
         """The layers of each layer package, in order."""
@@ -95,7 +93,7 @@ class PackageSet:
         return name
 
     def write_head(self) -> dict[str, int]:
-        """Write the head package; returns where its weight file holds the embedding: data offsets by weight id."""
+        """Write the head package; returns the offsets of the embedding's data in its weight file by weight id."""
         writer = PackageWriter(self._folder / HEAD_PACKAGE, self._weights, self._wrote)
         for width in self._layout.head_widths:
             inputs = {"hidden": tensor_input((width, self._config.hidden_size), "fp32")}
@@ -110,9 +108,7 @@ class PackageSet:
         hidden = inputs["hidden"]
         for layer in layers:
             is_output = layer == layers[-1] and layers.stop < self._config.layers
-            hidden = emit_layer(
-                emitter, hidden, layer, "hidden_out" if is_output else f"layer_{layer}_hidden"
-            )
+            hidden = emit_layer(emitter, hidden, layer, "hidden_out" if is_output else f"layer_{layer}_hidden")
         if layers.stop == self._config.layers:
             hidden = emitter.norm(hidden, "final_norm", "hidden_out")
         return hidden
@@ -121,10 +117,8 @@ class PackageSet:
         return FunctionEmitter(self._config, self._weights, inputs).logits(inputs["hidden"])
 
 
-def layer_inputs(
-    config: ModelConfig, layout: Layout, function: LayerFunction, layers: range
-) -> dict[str, Any]:
-    """Inputs and states of a function with those layers, in the order of docs/design.md, "Package functions"."""
+def layer_inputs(config: ModelConfig, layout: Layout, function: LayerFunction, layers: range) -> dict[str, Any]:
+    """Inputs and states of a function with those layers: docs/design.md, "Package functions"."""
     width = function.width
     kinds = [kind for kind in (SLIDING, FULL) if any(config.layer_types[layer] == kind for layer in layers)]
     head_dims = {SLIDING: config.head_dim_sliding, FULL: config.head_dim_full}

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_gemma_coreml.convert.calibration import Importance
 from llm_gemma_coreml.convert.quantise import BLOCK, Quantised, quantised_tensor
 from llm_gemma_coreml.convert.source import Source, expected_shapes
 from llm_gemma_coreml.errors import SourceError
-
-Importance = Mapping[str, NDArray[np.float32]]
-"""Mean squared activation of each input column [K] by tensor name; see convert/calibrate.py."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """The constants of one linear weight [rows, columns]: blocks of 32 columns with a scale each, or plain fp16."""
+    """The constants of one linear weight [rows, columns]: blocks of 32 with a scale each, or plain fp16."""
 
     rows: int
     columns: int
@@ -40,10 +38,10 @@ class LinearWeight:
 
 
 class WeightTable:
-    """Knows every constant that the packages refer to. Nothing is read from `source` before `StoredTensor.load`.
+    """Every constant that the packages refer to. Nothing is read from `source` before `StoredTensor.load`.
 
-    bits: 8 or 4 (blocks of 32), or 16 (plain fp16) for the layers' linear weights. The embedding, which is the head too,
-    always has 8.
+    bits: 8 or 4 (blocks of 32), or 16 (plain fp16) for the layers' linear weights. The embedding, which is the
+    head too, always has 8.
     """
 
     def __init__(self, source: Source, bits: int, importance: Importance | None = None) -> None:
@@ -72,15 +70,11 @@ class WeightTable:
         return LinearWeight(rows, columns, values, scales)
 
     def vector(self, name: str, factor: float = 1.0) -> str:
-        """Id of the 1-D tensor `name`, fp32, times `factor`."""
-        self._define(
-            name, self._shapes[name], "float32", lambda: self._source.tensor(name) * np.float32(factor)
-        )
+        """Id of the 1-D tensor `name`, fp32, times `factor` (the same one at each call)."""
+        self._define(name, self._shapes[name], "float32", lambda: self._source.tensor(name) * np.float32(factor))
         return name
 
-    def array(
-        self, weight_id: str, make: Callable[[], NDArray[Any]], shape: tuple[int, ...], dtype: str
-    ) -> str:
+    def array(self, weight_id: str, make: Callable[[], NDArray[Any]], shape: tuple[int, ...], dtype: str) -> str:
         """Id of a constant that comes from no checkpoint; `make` returns it with that shape and dtype."""
         self._define(weight_id, shape, dtype, make)
         return weight_id
@@ -89,9 +83,7 @@ class WeightTable:
         """Id of fp16 zeros [length]: the bias that all linear operations of that width share."""
         return self.array(f"zeros.{length}", lambda: np.zeros(length, np.float16), (length,), "float16")
 
-    def _define(
-        self, weight_id: str, shape: tuple[int, ...], dtype: str, load: Callable[[], NDArray[Any]]
-    ) -> None:
+    def _define(self, weight_id: str, shape: tuple[int, ...], dtype: str, load: Callable[[], NDArray[Any]]) -> None:
         self._tensors.setdefault(weight_id, StoredTensor(shape, dtype, load))
 
     def _quantised(self, name: str, parts: Sequence[str], bits: int) -> Quantised:

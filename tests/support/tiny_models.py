@@ -46,9 +46,7 @@ def gemma3_checkpoint(path: Path, seed: int = 3, **config: int) -> Path:
 
 def gemma3_bundle(folder: Path, checkpoint: Path, name: str = "tiny", **options: Any) -> Path:
     """Build the bundle `name` in `folder`; `options` as for build_bundle, with small contexts by default."""
-    return build_bundle(
-        checkpoint, name, folder=folder, **({"contexts": CONTEXTS, "widths": WIDTHS, "bits": 8} | options)
-    )
+    return build_bundle(checkpoint, name, folder=folder, **({"contexts": CONTEXTS, "widths": WIDTHS, "bits": 8} | options))
 
 
 def reference_model(checkpoint: Path, bits: int = 8) -> Any:

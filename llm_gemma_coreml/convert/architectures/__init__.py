@@ -1,4 +1,4 @@
-"""What distinguishes the families: how one decoder layer is put together. The building blocks are convert/emit.py's."""
+"""What distinguishes the families: how one decoder layer is put together from the blocks of convert/emit.py."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _attention(emitter: FunctionEmitter, normed: Var, layer: int, name: str) -> 
 
     query = emitter.heads(emitter.single(query), [-1, kv_heads, group, head_dim], [1, 2, 0, 3], f"{name}_q")
     # The norm's weight carries the factor on the scores, so that they need no multiplication of their own.
-    query = emitter.norm(query, f"{tensors}.q_norm", f"{name}_q_norm", factor=config.query_scale)
+    query = emitter.norm(query, f"{tensors}.q_norm", f"{name}_q_norm", factor=emitter.query_factor(layer))
     query = emitter.half(emitter.rotary(query, kind, f"{name}_q_rotary"))
 
     key = emitter.heads(emitter.single(key), [-1, kv_heads, head_dim], [1, 0, 2], f"{name}_k")
