@@ -106,7 +106,8 @@ def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
     )
     stops = options.stop if isinstance(options.stop, list) else []
     max_tokens = options.max_tokens
-    if max_tokens is None and manifest.template_kind == "transcript":
+    room = opened.engine.context - len(rendered.token_ids)
+    if max_tokens is None and manifest.template_kind == "transcript" and room > TRANSCRIPT_MAX_TOKENS:
         max_tokens = TRANSCRIPT_MAX_TOKENS
     parser = opened.chat.reply_parser(rendered, stop=stops)
     request = GenerationRequest(

@@ -43,16 +43,19 @@ class ChildLlm:
 
     folder: Path
     """For the entry point and llm's own files."""
+    runtime_plugin: str | None = None
+    """A module that registers a runtime, by an entry point too."""
 
     def environment(self, **changes: str) -> dict[str, str]:
         site = self.folder / "site"
         information = site / "llm_gemma_coreml-0.dist-info"
         if not information.exists():
             information.mkdir(parents=True)
-            (information / "METADATA").write_text(
-                f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n"
-            )
-            (information / "entry_points.txt").write_text("[llm]\ngemma_coreml = llm_gemma_coreml.plugin\n")
+            (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: 0\n")
+            entry_points = "[llm]\ngemma_coreml = llm_gemma_coreml.plugin\n"
+            if self.runtime_plugin is not None:
+                entry_points += f"[llm_gemma_coreml]\nunder_test = {self.runtime_plugin}\n"
+            (information / "entry_points.txt").write_text(entry_points)
         paths = [str(site), str(PROJECT), str(PROJECT / "tests")]
         return {
             **os.environ,
