@@ -382,7 +382,7 @@ def test_progress_rises_to_the_end(tmp_path: Path) -> None:
         contexts=(128,),
         widths=(1,),
     )
-    works = ["Measuring which weights matter", "Comparing quantisations", "Converting"]
+    works = ["Preparing", "Measuring which weights matter", "Comparing quantisations", "Converting"]
     assert list(dict.fromkeys(work for work, _, _ in seen)) == works
     for name in works:
         done = [done for work, done, _ in seen if work == name]

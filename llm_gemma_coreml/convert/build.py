@@ -131,16 +131,19 @@ def _build(
     folder: Path | None,
     replace: bool,
 ) -> Path:
+    tell = progress or (lambda work, done, total: None)
+    tell("Preparing", 0, 2)
     _require_coremltools()
+    tell("Preparing", 1, 2)
     name = name or source.config.name
     check_name(name)
     folder = folder or bundles_folder()
     bits = choose_bits(source.config, options.bits)
     layout = choose_layout(source.config, options)
     require_free_space(folder, _estimated_bytes(source.config, bits))
-    tell = progress or (lambda work, done, total: None)
     with bundle_writer(name, replace=replace, folder=folder) as building:
         tokenizer = source.tokenizer_model()
+        tell("Preparing", 2, 2)
         notes: tuple[str, ...] = ()
         importance: Importance = {}
         if bits == 4 and not _on_int4_grid(source):
