@@ -48,7 +48,7 @@ def hidden_rows(session: Session, ids: Sequence[int], cuts: Iterator[int]) -> np
     done = 0
     while done < len(ids):
         count = min(next(cuts), session.slots.rows_left_in_block(len(session)), len(ids) - done)
-        rows.append(session._run(ids[done : done + count]))
+        rows.append(session.run(ids[done : done + count]))
         session.commit(count)
         done += count
     return np.concatenate(rows)

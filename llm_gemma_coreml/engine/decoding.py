@@ -51,33 +51,31 @@ class Decoding:
         """Yield the output's tokens as they are accepted; the statistics are final when it ends."""
         promotions = self._session.promotions
         try:
-            logits = self._prefill()
-            if logits is not None:
-                yield from self._decode(logits)
+            last = self._prefill()
+            if last is not None and self._limit <= 0:
+                self._finish("length")
+            elif last is not None:
+                yield from self._decode(self._session.logits(last[None]))
         finally:
             statistics = self._statistics
             statistics.promotions = self._session.promotions - promotions
-            statistics.drafters = self._speculator.statistics
             statistics.warnings += self._speculator.take_warnings()
             if statistics.finish_reason is None:
                 statistics.finish_reason = "cancelled"
 
     def _prefill(self) -> Float32 | None:
-        """Logits after the prompt; None if the request was cancelled."""
+        """The prompt's last row after the final norm; None if the request was cancelled."""
         request, session = self._request, self._session
         self._statistics.prompt_tokens = len(request.token_ids)
         self._statistics.cached_tokens = len(session)
         start = time.perf_counter()
-        logits = session.prefill(request.token_ids[len(session) :], self._cancelled)
+        last = session.extend(request.token_ids[len(session) :], self._cancelled)
         self._statistics.prefill_seconds = time.perf_counter() - start
-        return logits
+        return last
 
     def _decode(self, logits: Float32) -> Iterator[tuple[int, ...]]:
-        if self._limit <= 0:
-            self._finish("length")
-            return
         position = len(self._session)
-        known, visible = self._accept(self._draw(logits[None], (), position, self._masks(())))
+        known, visible = self._accept(self._draw(logits, (), position, self._masks(())))
         first_time = time.perf_counter()
         self._statistics.time_to_first_token = first_time - self._start_time
         if visible:
@@ -88,6 +86,7 @@ class Decoding:
         request = self._request
         tokens = [*request.token_ids, *known]
         self._speculator.begin(tokens, request.pinned, request.speculate, request.constraint)
+        self._statistics.drafters = self._speculator.statistics
         while self._statistics.finish_reason is None and not self._cancelled():
             known, visible = self._round(known[-1])
             self._statistics.decode_seconds = time.perf_counter() - first_time
@@ -116,9 +115,8 @@ class Decoding:
         """Drafts for this round, as many as block, context and max_tokens leave room for."""
         left = self._limit - self._statistics.output_tokens
         limit = min(self._session.rows_allowed(), left) - 1
-        if limit <= 0:
-            return ()
-        drafts = self._speculator.propose(limit, self._session.rung).tokens[:limit]
+        # Asked even if there is no room: `observe` refers to the last proposal.
+        drafts = self._speculator.propose(limit, self._session.rung).tokens[: max(limit, 0)]
         wrong = (i for i, token in enumerate(drafts) if not 0 <= token < self._vocabulary_size)
         return tuple(drafts[: next(wrong, len(drafts))])
 

@@ -203,7 +203,7 @@ class Engine:
         slot = self._cache.holding(ids) or self._cache.acquire(ids)
         try:
             if len(slot.session) < len(ids):
-                slot.session.prefill(ids[len(slot.session) :], lambda: self._closed)
+                slot.session.extend(ids[len(slot.session) :], lambda: self._closed)
         except BaseException:
             self._cache.drop(slot)
             raise

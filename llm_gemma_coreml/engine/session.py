@@ -52,8 +52,8 @@ class Session:
 
     # Extending
 
-    def prefill(self, ids: Sequence[int], stop: Callable[[], bool] = lambda: False) -> Float32 | None:
-        """Append `ids` (at least one) and return the logits after the last one, fp32 [vocabulary].
+    def extend(self, ids: Sequence[int], stop: Callable[[], bool] = lambda: False) -> Float32 | None:
+        """Append `ids` (at least one) and return the last one's row after the final norm, fp32 [hidden size].
 
         `stop` is asked before each call; if it says True, what was run so far stays committed and None is
         returned. Raises RequestError if the ids do not fit the context.
@@ -63,12 +63,21 @@ class Session:
         for part in self._parts(ids):
             if stop():
                 return None
-            hidden = self._run(part)
+            hidden = self.run(part)
             self.commit(len(part))
         if hidden is None:
-            raise ValueError("prefill needs at least one token")
-        logits: Float32 = self.runner.logits(hidden[-1:])[0]
-        return logits
+            raise ValueError("there is nothing to append")
+        last: Float32 = hidden[-1]
+        return last
+
+    def prefill(self, ids: Sequence[int], stop: Callable[[], bool] = lambda: False) -> Float32 | None:
+        """`extend`, but return the logits after the last token, fp32 [vocabulary]; None if it was stopped."""
+        last = self.extend(ids, stop)
+        return None if last is None else self.logits(last[None])[0]
+
+    def logits(self, hidden: Float32) -> Float32:
+        """Logits (fp32 [n, vocabulary]) of rows after the final norm (fp32 [n, hidden size])."""
+        return self.runner.logits(hidden)
 
     def _parts(self, ids: Sequence[int]) -> Iterable[Sequence[int]]:
         """`ids` cut at block borders, and within a block into calls that cost least."""
@@ -84,9 +93,10 @@ class Session:
 
         They must fit one block and the widest call; `commit` decides how many stay.
         """
-        return self.runner.logits(self._run(tokens))
+        return self.logits(self.run(tokens))
 
-    def _run(self, tokens: Sequence[int]) -> Float32:
+    def run(self, tokens: Sequence[int]) -> Float32:
+        """`step` without the head: the rows after the final norm, fp32 [n, hidden size]."""
         self.commit(0)
         width = self.runner.width_for(len(tokens))
         self._take_snapshots(width)
