@@ -145,11 +145,10 @@ def _build(
         tokenizer = source.tokenizer_model()
         tell("Preparing", 2, 2)
         notes: tuple[str, ...] = ()
-        importance: Importance = {}
-        if bits == 4 and not _on_int4_grid(source):
-            importance = _measure(source, tell)
+        # Measured layer by layer, while the layers are written in order.
+        importance = Importance(source) if bits == 4 and not _on_int4_grid(source) else None
         if options.report:
-            notes = _report(source, importance, tell)
+            notes = _report(source, tell)
         writing = _Writing(building, source, layout, WeightTable(source, bits, importance), tell)
         embedding = writing.write_packages()
         (building / _TOKENIZER).write_bytes(tokenizer)
@@ -235,24 +234,11 @@ def _on_int4_grid(source: Source) -> bool:
     return all(source.blocks(name, 4) is not None for name in names if name in known)
 
 
-def _measure(source: Source, tell: Progress) -> Importance:
-    from llm_gemma_coreml.convert.calibration import measure_importance
-
-    total, done = source.config.layers * len(PROJECTIONS), 0
-
-    def step(name: str) -> None:
-        nonlocal done
-        done += 1
-        tell("Measuring which weights matter", done, total)
-
-    return measure_importance(source, progress=step)
-
-
-def _report(source: Source, importance: Importance, tell: Progress) -> tuple[str, ...]:
+def _report(source: Source, tell: Progress) -> tuple[str, ...]:
     from llm_gemma_coreml.convert.calibration import compare_quantisations
 
     tell("Comparing quantisations", 0, 1)
-    comparisons = compare_quantisations(source, importance or None)
+    comparisons = compare_quantisations(source)
     tell("Comparing quantisations", 1, 1)
     return tuple(
         f"{c.label}: KL {c.kl_divergence:.5f} nats, argmax agreement {c.argmax_agreement:.2%} "

@@ -47,7 +47,7 @@ class WeightTable:
     def __init__(self, source: Source, bits: int, importance: Importance | None = None) -> None:
         self._source = source
         self._bits = bits
-        self._importance = importance or {}
+        self._importance = importance
         self._shapes = expected_shapes(source.config)
         self._tensors: dict[str, StoredTensor] = {}
         self._last: tuple[str, Quantised] | None = None
@@ -90,7 +90,8 @@ class WeightTable:
         """Quantise the parts; kept until the scales, which are written next, have been asked for."""
         if self._last is None or self._last[0] != name:
             self._last = None
-            done = [quantised_tensor(self._source, part, bits, self._importance.get(part)) for part in parts]
+            known = {} if self._importance is None else self._importance
+            done = [quantised_tensor(self._source, part, bits, known.get(part)) for part in parts]
             if len(done) > 1:
                 values, scales = (np.concatenate([getattr(q, a) for q in done]) for a in ("values", "scales"))
                 done = [Quantised(values, scales, bits)]
