@@ -12,12 +12,11 @@ from llm_gemma_coreml.engine.speculation import Speculator
 from llm_gemma_coreml.errors import RequestError
 
 MAXIMUM_SLOTS = 8
-_BLOCK = 128
 _SNAPSHOT_SHARE = 0.25
 """Share of the budget that one session's snapshots may take."""
 _MAXIMUM_SNAPSHOTS = 12
-_WORTH_FORKING = 32
-"""Tokens of common prefix from which a copy is better than prefilling them again."""
+_WORTH_COPYING = 32
+"""Fewer tokens than this are rather prefilled again than copied or kept."""
 
 
 @dataclass(eq=False)
@@ -27,6 +26,8 @@ class SessionSlot:
     session: Session
     speculator: Speculator
     pins: set[int] = field(default_factory=set)
+    turns: list[int] = field(default_factory=list)
+    """Where the prompts so far ended, each less one token (the same prompt again must run one)."""
     last_use: int = 0
 
     @property
@@ -57,10 +58,12 @@ class PrefixCache:
     def acquire(self, ids: Sequence[int]) -> SessionSlot:
         """A slot whose session holds a proper prefix of `ids` (at least one id) and nothing else."""
         best, keep = self._best(ids)
-        if best is None or (keep < best.pinned and keep < _WORTH_FORKING):
+        lost = 0 if best is None else len(best.session) - keep
+        if best is None or (keep < _WORTH_COPYING and (keep < best.pinned or lost >= _WORTH_COPYING)):
             slot = self._fresh()
         elif keep < best.pinned or self._should_fork(best, keep):
             slot = self._make(best.session.fork(keep))
+            slot.turns = best.turns.copy()
             self._add(slot)
         else:
             best.session.rewind(keep)
@@ -90,7 +93,7 @@ class PrefixCache:
         of a short continuation (question after question about one document).
         """
         lost = len(slot.session) - keep
-        if keep < _WORTH_FORKING or lost < _WORTH_FORKING or lost < keep // 8:
+        if lost < _WORTH_COPYING or lost < keep // 8:
             return False
         copied = slot.session.nbytes() * keep // len(slot.session)
         while self.nbytes() + copied > self.budget:
@@ -157,19 +160,20 @@ class PrefixCache:
     def _mark(self, slot: SessionSlot, prompt: int) -> None:
         """Choose where this session can be rewound to after its ring has wrapped.
 
-        To the prompt's end (the next turn may render the answer differently), to a pinned prefix, and to points
-        before the prompt's end at doubling distances: then a prompt that differs in its last n tokens costs
-        about n tokens more.
+        To the prompt's end (the next turn may render the answer differently), to pinned prefixes, to points
+        before the prompt's end at doubling distances (a prompt that differs in its last n tokens then costs
+        about n tokens more), and to the ends of earlier prompts.
         """
-        size = max(1, slot.session.snapshot_nbytes())
+        session = slot.session
+        slot.turns = [turn for turn in slot.turns if turn <= len(session) and turn < prompt - 1]
+        block = session.slots.geometry.block
+        distances = (block << doubling for doubling in range(prompt.bit_length()))
+        points = [(prompt - distance) // block * block for distance in distances if distance < prompt]
+        wanted = [prompt - 1, *slot.pins, *points, *reversed(slot.turns)]
+        slot.turns.append(prompt - 1)
+        size = max(1, session.snapshot_nbytes())
         allowed = int(min(_MAXIMUM_SNAPSHOTS, max(1, self.budget * _SNAPSHOT_SHARE // size)))
-        wanted = [prompt - 1]
-        wanted += slot.pins
-        distance = _BLOCK
-        while distance < prompt:
-            wanted.append((prompt - distance) // _BLOCK * _BLOCK)
-            distance *= 2
-        slot.session.keep_rewindable([p for p in dict.fromkeys(wanted) if p > 0][:allowed])
+        session.keep_rewindable([p for p in dict.fromkeys(wanted) if p > 0][:allowed])
 
 
 def default_budget() -> int:

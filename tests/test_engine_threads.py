@@ -1,0 +1,385 @@
+"""The engine's thread: streams, cancelling, errors, sessions that are found again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.reference_model import BLOCK, RUNGS, VOCABULARY, TinyModel, TinyRuntime, tiny_manifest, write_table
+
+from llm_gemma_coreml.engine.engine import Engine, choose_runtime
+from llm_gemma_coreml.engine.model_runner import ModelRunner
+from llm_gemma_coreml.engine.request import GenerationRequest, SamplingParameters
+from llm_gemma_coreml.errors import (
+    ContextOverflowError,
+    GemmaCoreMLError,
+    MissingDependencyError,
+    RequestError,
+)
+from llm_gemma_coreml.runtime.base import RuntimeOptions
+
+CONTEXT = RUNGS[-1]
+
+
+class Tiny:
+    """An engine over the tiny model, with its runtime."""
+
+    def __init__(self, folder: Path, budget: int | None = None) -> None:
+        write_table(folder)
+        manifest = tiny_manifest()
+        self.runtime = TinyRuntime(manifest, TinyModel())
+        runner = ModelRunner(folder, manifest, self.runtime, RuntimeOptions(), block=BLOCK)
+        self.engine = Engine(runner, budget=budget)
+
+    def slow(self, seconds: float = 0.02) -> None:
+        self.runtime.before_call = lambda name: time.sleep(seconds)
+
+    def answer(self, *ids: int, **changes: Any) -> list[int]:
+        return [token for part in self.engine.generate(request(*ids, **changes)) for token in part]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Tiny]:
+    made = Tiny(tmp_path)
+    yield made
+    made.engine.close()
+
+
+def request(*ids: int, **changes: Any) -> GenerationRequest:
+    sampling = SamplingParameters(temperature=1.0, seed=3)
+    values: dict[str, Any] = {"token_ids": ids, "sampling": sampling, "max_tokens": 8}
+    return GenerationRequest(**(values | changes))
+
+
+def text(length: int, seed: int = 1) -> tuple[int, ...]:
+    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, VOCABULARY, length))
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(), "no tokens"),
+        (request(1, VOCABULARY), "token id 24"),
+        (request(1, -1), "token id -1"),
+        (request(1, max_tokens=-1), "max_tokens is -1"),
+        (request(1, speculate=-2), "speculate is -2"),
+    ],
+)
+def test_impossible_requests_are_refused(tiny: Tiny, bad: GenerationRequest, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        tiny.engine.generate(bad)
+
+
+@pytest.mark.parametrize(("prompt", "count"), [(CONTEXT, None), (CONTEXT, 1), (10, CONTEXT - 9), (CONTEXT + 1, 0)])
+def test_overflow_is_an_error_before_anything_is_computed(tiny: Tiny, prompt: int, count: int | None) -> None:
+    calls: list[str] = []
+    tiny.runtime.before_call = calls.append
+    with pytest.raises(ContextOverflowError) as caught:
+        tiny.engine.generate(request(*text(prompt), max_tokens=count))
+    error = caught.value
+    assert (error.prompt_tokens, error.requested_tokens, error.context_tokens) == (prompt, count or 0, CONTEXT)
+    assert not calls
+    tiny.answer(*text(CONTEXT - 2), max_tokens=2)
+
+
+def test_an_unknown_runtime_is_named() -> None:
+    with pytest.raises(RequestError, match="no runtime 'fast'"):
+        choose_runtime("fast")
+
+
+def test_a_machine_without_a_runtime_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = TinyRuntime(tiny_manifest(), TinyModel())
+    runtime.available = lambda: "it needs a Mac"  # type: ignore[method-assign]
+    monkeypatch.setattr("llm_gemma_coreml.hooks.runtimes", lambda: [runtime])
+    with pytest.raises(MissingDependencyError, match="tiny: it needs a Mac"):
+        choose_runtime(None)
+
+
+# Cancelling
+
+
+def test_closing_frees_the_engine_at_once(tiny: Tiny) -> None:
+    expected = tiny.answer(4, 5, 6, max_tokens=4)
+    tiny.slow()
+    stream = tiny.engine.generate(request(7, 8, max_tokens=50))
+    next(stream)
+    stream.close()
+    assert stream.statistics.finish_reason == "cancelled"
+    assert list(stream) == []
+    assert tiny.answer(4, 5, 6, max_tokens=4) == expected
+
+
+def test_a_waiting_request_is_dropped_when_closed(tiny: Tiny) -> None:
+    tiny.slow()
+    first = tiny.engine.generate(request(7, 8, max_tokens=50))
+    waiting = tiny.engine.generate(request(1, 2, max_tokens=50))
+    waiting.close()  # does not wait for the first one
+    assert waiting.statistics.finish_reason == "cancelled"
+    assert waiting.statistics.prompt_tokens == 0
+    assert first.statistics.finish_reason is None
+    assert sum(len(part) for part in first) == 50
+
+
+def test_dropping_the_stream_cancels(tiny: Tiny) -> None:
+    tiny.slow()
+    stream = tiny.engine.generate(request(7, 8, max_tokens=50))
+    next(stream)
+    statistics = stream.statistics
+    del stream
+    gc.collect()
+    tiny.engine.call(lambda: None)
+    assert statistics.finish_reason == "cancelled"
+    assert statistics.output_tokens < 50
+
+
+def test_an_interrupt_while_waiting_cancels(tiny: Tiny) -> None:
+    tiny.slow(0.2)
+    stream = tiny.engine.generate(request(7, 8, max_tokens=50))
+    timer = threading.Timer(0.5, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in stream:
+            pass
+    timer.join()
+    assert stream.statistics.finish_reason == "cancelled"
+    tiny.slow(0)
+    assert len(tiny.answer(1, 2)) == 8
+
+
+def test_cancelled_prefill_leaves_a_session_that_is_right(tiny: Tiny) -> None:
+    expected = tiny.answer(*text(40, 7))
+    other = Tiny(Path(tiny.engine._runner._embedding._path).parent)
+    other.slow(0.05)
+    stream = other.engine.generate(request(*text(40, 7)))
+    time.sleep(0.12)
+    stream.close()
+    other.slow(0)
+    stream = other.engine.generate(request(*text(40, 7)))
+    assert [token for part in stream for token in part] == expected
+    assert 0 < stream.statistics.cached_tokens < 39
+    other.engine.close()
+
+
+# Errors
+
+
+def test_an_error_on_the_thread_reaches_the_caller_and_the_engine_survives(tiny: Tiny) -> None:
+    expected = tiny.answer(1, 2, 3)
+
+    def fail(name: str) -> None:
+        raise GemmaCoreMLError("out of luck")
+
+    tiny.runtime.before_call = fail
+    stream = tiny.engine.generate(request(1, 2, 3, 4))
+    with pytest.raises(GemmaCoreMLError, match="out of luck"):
+        list(stream)
+    assert list(stream) == []
+    tiny.runtime.before_call = lambda name: None
+    assert tiny.answer(1, 2, 3) == expected
+
+
+def test_a_failing_stop_check_is_the_callers_error(tiny: Tiny) -> None:
+    def check(token: int) -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tiny.answer(1, 2, stop_check=check)
+    assert len(tiny.answer(1, 2)) == 8
+
+
+def test_closing_the_engine_ends_everything(tiny: Tiny) -> None:
+    tiny.slow()
+    running = tiny.engine.generate(request(7, 8, max_tokens=50))
+    next(running)
+    waiting = tiny.engine.generate(request(1, 2))
+    tiny.engine.close()
+    tiny.engine.close()
+    assert sum(len(part) for part in running) < 49
+    assert running.statistics.finish_reason == "cancelled"
+    with pytest.raises(GemmaCoreMLError, match="engine is closed"):
+        list(waiting)
+    with pytest.raises(GemmaCoreMLError, match="engine is closed"):
+        tiny.answer(1)
+    assert tiny.runtime.closed == 3  # packages
+
+
+# asyncio
+
+
+async def collect(tiny: Tiny, asked: GenerationRequest) -> list[int]:
+    return [token async for part in tiny.engine.agenerate(asked) for token in part]
+
+
+async def test_async_gives_the_same(tiny: Tiny) -> None:
+    expected = tiny.answer(1, 2, 3)
+    stream = tiny.engine.agenerate(request(1, 2, 3))
+    assert [token async for part in stream for token in part] == expected
+    assert stream.statistics.finish_reason == "length"
+    await stream.aclose()
+    assert [part async for part in stream] == []
+
+
+async def test_closing_or_cancelling_frees_the_engine(tiny: Tiny) -> None:
+    tiny.slow()
+    stream = tiny.engine.agenerate(request(7, 8, max_tokens=50))
+    await anext(stream)
+    await stream.aclose()
+    assert stream.statistics.finish_reason == "cancelled"
+    started = tiny.engine.agenerate(request(9, 8, max_tokens=50))
+
+    async def consume() -> None:
+        async for _ in started:
+            pass
+
+    task = asyncio.create_task(consume())
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await started.aclose()
+    assert started.statistics.finish_reason == "cancelled"
+    assert started.statistics.output_tokens < 50
+    async with tiny.engine.agenerate(request(9, 8, max_tokens=50)) as waiting:
+        pass
+    assert waiting.statistics.finish_reason == "cancelled"
+
+
+async def test_errors_reach_the_task(tiny: Tiny) -> None:
+    def check(token: int) -> bool:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await collect(tiny, request(1, 2, stop_check=check))
+    assert len(await collect(tiny, request(1, 2))) == 8
+
+
+def test_a_closed_event_loop_cancels(tiny: Tiny) -> None:
+    tiny.slow()
+
+    async def start() -> Any:
+        return tiny.engine.agenerate(request(7, 8, max_tokens=50))
+
+    stream = asyncio.run(start())
+    tiny.engine.call(lambda: None)
+    assert stream.statistics.finish_reason == "cancelled"
+
+
+def test_threads_and_tasks_share_one_engine(tiny: Tiny) -> None:
+    asked = [request(*text(3 + n % 17, n % 5), max_tokens=n % 9, speculate=n % 4) for n in range(40)]
+    expected = [[t for part in tiny.engine.generate(one) for t in part] for one in asked]
+    answers: dict[tuple[str, int], list[int]] = {}
+
+    def thread(start: int) -> None:
+        for index in range(start, len(asked), 4):
+            stream = tiny.engine.generate(asked[index])
+            if index % 5 == 4:
+                stream.close()  # cancellations must not disturb the others
+            else:
+                answers["thread", index] = [t for part in stream for t in part]
+
+    async def tasks() -> None:
+        found = await asyncio.gather(*(collect(tiny, one) for one in asked))
+        answers.update({("task", index): answer for index, answer in enumerate(found)})
+
+    threads = [threading.Thread(target=thread, args=(start,)) for start in range(4)]
+    for one in threads:
+        one.start()
+    asyncio.run(tasks())
+    for one in threads:
+        one.join()
+    assert len(answers) == 40 + 32
+    assert all(answer == expected[index] for (_, index), answer in answers.items())
+
+
+# Sessions that are kept
+
+
+def cached(tiny: Tiny, *ids: int, **changes: Any) -> int:
+    stream = tiny.engine.generate(request(*ids, **changes))
+    for _ in stream:
+        pass
+    return stream.statistics.cached_tokens
+
+
+def test_a_conversation_prefills_only_what_is_new(tiny: Tiny) -> None:
+    prompt = text(20)
+    answer = tiny.answer(*prompt)
+    assert cached(tiny, *prompt, *answer, 3, 4) == 27  # the last token of an answer has not been run
+    assert cached(tiny, *prompt, *answer, 3, 4) == 29  # the same again: all but the last
+    assert cached(tiny, *prompt, 5) == 19  # an earlier turn again: to the mark before its prompt's end
+
+
+@pytest.mark.parametrize("common", [1, 20])
+def test_conversations_do_not_push_each_other_out(
+    tiny: Tiny, common: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where they share no more than a first token, nor where they share a system prompt."""
+    monkeypatch.setattr("llm_gemma_coreml.engine.prefix_cache._WORTH_COPYING", 4)
+    prompts = [(*text(common), seed, *text(40 - common, seed)) for seed in range(5)]
+    reused = [cached(tiny, *prompt) for prompt in prompts]
+    assert max(reused) >= (16 if common == 20 else 0)
+    for prompt in prompts:
+        assert cached(tiny, *prompt, 1) == 41
+
+
+def test_least_recently_used_sessions_go_first(tmp_path: Path) -> None:
+    probe = Tiny(tmp_path)
+    probe.answer(*text(18))
+    size = probe.engine.call(probe.engine._cache.nbytes)
+    probe.engine.close()
+    tiny = Tiny(tmp_path, budget=size * 5 // 2)  # room for two
+    first, second, third = ((n, *text(17, n)) for n in (1, 2, 3))
+    tiny.answer(*first)
+    tiny.answer(*second)
+    tiny.answer(*first)
+    tiny.answer(*third)
+    assert len(tiny.engine._cache) == 2
+    assert cached(tiny, *first, 1) == 18
+    assert cached(tiny, *second, 1) == 0
+    tiny.engine.close()
+
+
+def test_a_pinned_prefix_stays_and_its_questions_are_right(tmp_path: Path) -> None:
+    document = text(30, 9)
+    fresh = Tiny(tmp_path)
+    expected = {seed: fresh.answer(*document, *text(6, seed)) for seed in range(4)}
+    fresh.engine.close()
+    tiny = Tiny(tmp_path, budget=1 << 20)
+    tiny.engine.pin(document)
+    tiny.engine.pin(document)
+    for n in range(12):  # more conversations than there are slots
+        tiny.answer(n, *text(10, n))
+    for seed, answer in expected.items():
+        stream = tiny.engine.generate(request(*document, *text(6, seed)))
+        assert [t for part in stream for t in part] == answer
+        assert stream.statistics.cached_tokens >= 29
+    assert tiny.engine.unpin(document)
+    assert not tiny.engine.unpin(document)
+    tiny.engine.close()
+
+
+def test_pins_beyond_the_budget_are_refused(tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path, budget=1000)
+    with pytest.raises(RequestError, match="Pinned tokens would take"):
+        tiny.engine.pin(text(30))
+    assert not tiny.engine.unpin(text(30))
+    assert len(tiny.answer(*text(30))) == 8
+    tiny.engine.close()
+
+
+def test_a_request_without_output_only_prefills(tiny: Tiny) -> None:
+    stream = tiny.engine.generate(request(*text(12), max_tokens=0))
+    assert list(stream) == []
+    assert (stream.statistics.finish_reason, stream.statistics.output_tokens) == ("length", 0)
+    assert cached(tiny, *text(12), 3) == 12
