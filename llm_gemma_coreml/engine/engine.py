@@ -16,6 +16,7 @@ from llm_gemma_coreml.engine.decoding import Decoding
 from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.prefix_cache import PrefixCache, SessionSlot
 from llm_gemma_coreml.engine.request import GenerationRequest
+from llm_gemma_coreml.engine.sampling import Sampler
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.speculation import Speculator
 from llm_gemma_coreml.engine.stream import AsyncTokenStream, Channel, TokenStream
@@ -98,6 +99,7 @@ class Engine:
             raise RequestError(f"max_tokens is {request.max_tokens}: give 0 or more.")
         if isinstance(request.speculate, int) and request.speculate < 0:
             raise RequestError(f"speculate is {request.speculate}: give auto, off, or a number of drafts.")
+        Sampler(request.sampling)  # refuses parameters outside their ranges
         requested = 1 if request.max_tokens is None else request.max_tokens
         if len(ids) + requested > self.context:
             raise ContextOverflowError(len(ids), request.max_tokens or 0, self.context)
