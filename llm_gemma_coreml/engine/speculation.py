@@ -115,11 +115,11 @@ class Speculator:
     def propose(self, limit: int, rung: int = 0) -> Proposal:
         """Drafts for the next round, at most `limit`; `rung` is the context of the function to be called."""
         limit = min(limit, self.costs.widths[-1] - 1)
+        if isinstance(self._speculate, int):
+            limit = min(limit, self._speculate)
         self._proposal = Proposal()
         if limit <= 0 or self._speculate == "off":
             return self._proposal
-        if isinstance(self._speculate, int):
-            limit = min(limit, self._speculate)
         self._proposal = self._forced(limit) or self._best(limit, rung)
         return self._proposal
 
