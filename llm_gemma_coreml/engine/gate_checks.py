@@ -29,6 +29,7 @@ from llm_gemma_coreml.engine.slots import EMPTY
 
 SHORT_RUN, LONG_RUN = 24, 160
 """Tokens of a run over an edge, in the short and in the full set."""
+_DRAFTS = 7
 _SHORT_DEPTH = 8192
 """The short set does not go deeper than this many tokens."""
 
@@ -78,8 +79,10 @@ def speculative_equals_plain(subject: Subject) -> GateResult:
         base = subject.base(edge - count // 2)
         expected = plain(base.fork(), last, count)
         drafters = adversaries(len(base) + 1, expected.tokens, subject.vocabulary_size)
-        for factory in [*drafters, PromptLookupFactory()]:
-            _compare(tally, expected, decoded(base.fork(), last, count, [factory]), f"at {edge}, {factory.name}")
+        for factory in drafters:
+            found = decoded(base.fork(), last, count, [factory], speculate=_DRAFTS)
+            _compare(tally, expected, found, f"at {edge}, drafter {factory.name}")
+        _compare(tally, expected, decoded(base, last, count, [PromptLookupFactory()]), f"at {edge}, lookup")
     count = subject.tokens(40, 200)
     for name, prompt in gate_prompts.prompts(subject.vocabulary_size, runner.manifest.bos_id).items():
         base = filled(runner, prompt[:-1])
@@ -103,64 +106,65 @@ def _at_the_end_of_the_context(subject: Subject, tally: Tally) -> None:
     for factory in adversaries(len(prompt), [*expected.tokens, *range(20)], subject.vocabulary_size):
         session = base.fork()
         session.runner = narrow
-        found = decoded(session, prompt[-1], None, [factory])
+        found = decoded(session, prompt[-1], None, [factory], speculate=_DRAFTS)
         tally.tokens(expected.tokens, found.tokens, f"end of the context, drafter {factory.name}")
 
 
 def ring_equals_full_cache(subject: Subject) -> GateResult:
-    """Each call on a ring in use, against the same call on a ring that holds just the window, from a full log."""
+    """Calls on a ring in use, against single rows on a ring that holds just the row's window, from a full log."""
     tally, runner = Tally(subject.margin_bound), subject.runner
     capacity = runner.geometry.capacity
-    length = min(capacity + capacity // 3, runner.context - runner.widths[-1] - 64)
-    session, log = Session(runner), _Log()
+    length = min(capacity + capacity // 3, runner.context // 2)
+    session, log = Session(runner), _FullLog(runner)
     for start in range(0, length, 40):  # pieces that do not fit the blocks: the ring sees all kinds of calls
         session.prefill(subject.prompt(length)[start : start + 40])
         log.extend(session)
     reference = session.fork()
-    calls = [1, 1, 2, 4, 1, runner.widths[-1], 1, 3] * subject.tokens(2, 12)
-    noise = np.random.default_rng(0)
-    for rows in calls:
-        rows = min(rows, session.rows_allowed(), runner.context - len(session))
+    for rows in [1, 2, 4, runner.widths[-1], 3, 1, runner.widths[-1]] * subject.tokens(1, 6):
+        rows = min(rows, session.rows_allowed())
+        if rows <= 0:
+            break
         tokens = subject.prompt(len(session) + rows, seed=1)[-rows:]
-        log.rebuild(reference, noise)
-        expected, found = reference.step(tokens), session.step(tokens)
-        for offset, (one, other) in enumerate(zip(expected, found, strict=True)):
-            row = row_of(one)
-            tally.compared += 1
-            tally.smallest_margin = min(tally.smallest_margin, row.margin)
-            tally.same(row, row_of(other), f"position {len(session) + offset}")
+        found = session.step(tokens)
         session.commit(rows)
-        reference.commit(rows)
-        log.extend(session)
+        for token, logits in zip(tokens, found, strict=True):
+            log.rebuild(reference)
+            tally.row(row_of(reference.step([token])[0]), row_of(logits), f"position {len(reference)}")
+            reference.commit(1)
+            log.extend(reference)
         if tally.bitwise:
             tally.require(same_cache(session, reference), f"K/V differ before position {len(session)}")
     return tally.result("ring = full cache")
 
 
-class _Log:
+class _FullLog:
     """A full cache: the sliding layers' K/V rows of every position, copied when they are written."""
 
-    def __init__(self) -> None:
-        self._rows: list[list[NDArray[np.float16]]] = []
+    def __init__(self, runner: ModelRunner) -> None:
+        self._geometry = runner.geometry
+        self._noise = np.random.default_rng(0)
+        self._length = 0
+        self._rows: list[NDArray[np.float16]] = []
 
     def extend(self, session: Session) -> None:
-        """Copy the rows of the positions that are new."""
-        new = range(len(self._rows), len(session))
-        capacity = session.slots.geometry.capacity
-        buffers = sliding_buffers(session)
-        self._rows += [[buffer[:, position % capacity].copy() for buffer in buffers] for position in new]
-
-    def rebuild(self, session: Session, noise: np.random.Generator) -> None:
-        """Fill the rings with noise, marked as empty, and put the window's rows into their places."""
-        slots, position = session.slots, len(session)
-        window = range(max(0, position - slots.geometry.window + 1), position)
-        slots.sliding[:] = EMPTY
+        """Copy the rows of the positions that are new; no more than a block at a time."""
+        new = np.arange(self._length, len(session))
         for index, buffer in enumerate(sliding_buffers(session)):
-            buffer[...] = noise.standard_normal((buffer.shape[1], 1), dtype=np.float32)
-            for seen in window:
-                buffer[:, seen % slots.geometry.capacity] = self._rows[seen][index]
-        for seen in window:
-            slots.sliding[seen % slots.geometry.capacity] = seen
+            if index == len(self._rows):
+                self._rows.append(np.zeros((buffer.shape[0], self._geometry.context, buffer.shape[2]), np.float16))
+            self._rows[index][:, new] = buffer[:, new % self._geometry.capacity]
+        self._length = len(session)
+
+    def rebuild(self, session: Session) -> None:
+        """Fill the rings with noise, marked as empty, and put the window's rows into their places."""
+        slots = session.slots
+        seen = slots.window_before(len(session))
+        places = seen % self._geometry.capacity
+        slots.sliding[:] = EMPTY
+        slots.sliding[places] = seen
+        for buffer, rows in zip(sliding_buffers(session), self._rows, strict=True):
+            buffer[...] = self._noise.standard_normal((buffer.shape[1], 1), dtype=np.float32)
+            buffer[:, places] = rows[:, seen]
 
 
 def block_prefill_equals_single_tokens(subject: Subject) -> GateResult:
@@ -183,10 +187,7 @@ def block_prefill_equals_single_tokens(subject: Subject) -> GateResult:
         assert blocks.hidden is not None
         first = len(blocks) - len(blocks.hidden)
         for position, logits in enumerate(runner.logits(blocks.hidden), first):
-            row = expected[position - start]
-            tally.compared += 1
-            tally.smallest_margin = min(tally.smallest_margin, row.margin)
-            tally.same(row, row_of(logits), f"position {position}, pieces of {piece}")
+            tally.row(expected[position - start], row_of(logits), f"position {position}, pieces of {piece}")
     if tally.bitwise:
         tally.require(same_cache(single, blocks), "K/V differ at the end")
     return tally.result("block prefill = token by token")
@@ -257,7 +258,7 @@ def sampled_equals_plain(subject: Subject) -> GateResult:
         expected = plain(base.fork(), prompt[-1], count, sampling)
         drafters = adversaries(len(prompt), expected.tokens, subject.vocabulary_size)
         for factory in [drafters[2], PromptLookupFactory()]:
-            found = decoded(base.fork(), prompt[-1], count, [factory], sampling)
+            found = decoded(base.fork(), prompt[-1], count, [factory], sampling, _DRAFTS)
             where = f"temperature {temperature}, seed {sampling.seed}, drafter {factory.name}"
             if tally.bitwise:
                 tally.tokens(expected.tokens, found.tokens, where)

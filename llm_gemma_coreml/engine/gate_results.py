@@ -101,18 +101,15 @@ class Tally:
 
     def rows(self, expected: Sequence[Row], found: Sequence[Row], where: str) -> None:
         """Compare the rows of two runs that choose their own tokens; nothing after the first difference counts."""
-        for index, row in enumerate(expected):
-            self.smallest_margin = min(self.smallest_margin, row.margin)
-            self.compared += 1
-            if index >= len(found):
-                self.fail(f"{where}: row {index} is missing")
+        for index, (one, other) in enumerate(zip(expected, found, strict=False)):
+            if not self.row(one, other, f"{where}, row {index}"):
                 return
-            if not self.same(row, found[index], f"{where}, row {index}"):
-                return
-        self.require(len(found) <= len(expected), f"{where}: rows beyond {len(expected)}")
+        self.require(len(found) == len(expected), f"{where}: {len(found)} rows instead of {len(expected)}")
 
-    def same(self, expected: Row, found: Row, where: str) -> bool:
-        """Compare two rows (without counting them); False if the runs part here."""
+    def row(self, expected: Row, found: Row, where: str) -> bool:
+        """Compare two rows of the same tokens; False if their choices differ, or bits that must not."""
+        self.compared += 1
+        self.smallest_margin = min(self.smallest_margin, expected.margin)
         if expected.token != found.token:
             if not self.bitwise and expected.margin < self.margin_bound:
                 self.notes.append(f"{where}: within the bound, margin {expected.margin:.5f}")

@@ -9,11 +9,12 @@ from llm_gemma_coreml.bundle.checksums import verify_files
 from llm_gemma_coreml.bundle.inspection import check_packages
 from llm_gemma_coreml.bundle.manifest import Manifest, load_manifest
 from llm_gemma_coreml.engine import gate_checks
+from llm_gemma_coreml.engine.engine import open_runner
 from llm_gemma_coreml.engine.gate_checks import Subject
 from llm_gemma_coreml.engine.gate_results import GateReport, GateResult
 from llm_gemma_coreml.engine.gate_sampler import sampler_follows_distribution
 from llm_gemma_coreml.engine.model_runner import ModelRunner
-from llm_gemma_coreml.errors import BundleError
+from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, gates done, gates in all)."""
@@ -47,7 +48,7 @@ def run_gates(bundle_path: Path, full: bool = False, progress: Progress | None =
     report("Files", 1, 1)
     if not files.passed:
         return GateReport((files,), full, "none")
-    runner = open_runner(bundle_path, manifest)
+    runner = open_runner(bundle_path)
     try:
         results = run_model_gates(runner, full, report)
         return GateReport((files, *results), full, runner.runtime_name)
@@ -68,9 +69,17 @@ def run_model_gates(
     results: list[GateResult] = []
     report("Gates", 0, len(gates))
     for gate in gates:
-        results.append(gate(subject))
+        results.append(run_gate(gate, subject))
         report("Gates", len(results), len(gates))
     return results
+
+
+def run_gate(gate: Callable[[Subject], GateResult], subject: Subject) -> GateResult:
+    """The gate's result; a run that breaks off is a failure."""
+    try:
+        return gate(subject)
+    except (GemmaCoreMLError, ValueError) as error:
+        return GateResult(gate.__name__.replace("_", " "), 0, 1, None, False, f"broke off: {error}")
 
 
 def files_are_whole(manifest: Manifest, bundle_path: Path) -> GateResult:
@@ -82,11 +91,6 @@ def files_are_whole(manifest: Manifest, bundle_path: Path) -> GateResult:
     except BundleError as error:
         return GateResult(name, 0, 1, None, False, str(error))
     return GateResult(name, 0, 0, None, True, f"{len(manifest.files)} files")
-
-
-def open_runner(bundle_path: Path, manifest: Manifest) -> ModelRunner:
-    """The bundle's model on the first runtime that works here."""
-    raise NotImplementedError
 
 
 def _no_progress(work: str, done: int, total: int) -> None:

@@ -27,6 +27,7 @@ GRAMMAR = "grammar"
 """Name under which tokens that a constraint forces are counted."""
 PROPOSE_SECONDS = 1.0
 BEGIN_SECONDS = 10.0
+_SHADOW_DRAFTS = 8
 _SHADOW_BUDGET = 0.01
 """Share of plain decoding time that may go into drafts that are not verified, to see when they pay again."""
 
@@ -189,7 +190,7 @@ class Speculator:
             drafter.last_gain = gain if count else 0.0
             if count and gain > best_gain:
                 best, best_gain = Proposal(drafter.name, drafts[:count], grade), gain
-            drafter.shadows.append(_Shadow(grade, drafts))
+            drafter.shadows.append(_Shadow(grade, drafts[:_SHADOW_DRAFTS]))
         for drafter in self._drafters:
             if drafter.name == best.drafter and drafter.shadows:
                 drafter.shadows.pop()  # verified for real: counted there
