@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from plugin_environment import ChildLlm
-from support import scripted_runtime
+from support import scripted
 from support.gemma4_tokenizer import gemma3_model, gemma4_model
+
+from llm_gemma_coreml.chat.tokenizer import Tokenizer
 
 BASE = "coreml/base"
 GEMMA4 = "coreml/gemma4"
+TEMPLATES = Path(__file__).parent.parent / "llm_gemma_coreml" / "chat" / "templates"
+NO_REPLY = " I have no script for that."
 
 SetScript = Callable[..., None]
+
+
+def write_base_bundle(folder: Path, replies: scripted.Replies, delay: float = 0.0) -> Path:
+    """A bundle of the base model's kind in `folder`."""
+    scripted.write_scripted_bundle(folder, replies, tokenizer=gemma3_model(), name=folder.name, delay=delay, end=1)
+    return folder
+
+
+def write_gemma4_bundle(folder: Path, replies: scripted.Replies) -> Path:
+    """A bundle of Gemma 4's kind in `folder`."""
+    scripted.write_scripted_bundle(
+        folder,
+        replies,
+        tokenizer=gemma4_model(),
+        name=folder.name,
+        template_kind="gemma4",
+        template=(TEMPLATES / "gemma4.jinja").read_text(encoding="utf-8"),
+    )
+    return folder
 
 
 @pytest.fixture(scope="session")
 def scripted_bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the bundles `base` (transcript) and `gemma4`."""
     folder = tmp_path_factory.mktemp("scripted")
-    scripted_runtime.write_scripted_bundle(folder / "base", gemma3_model(), "transcript")
-    scripted_runtime.write_scripted_bundle(folder / "gemma4", gemma4_model(), "gemma4")
+    write_base_bundle(folder / "base", [])
+    write_gemma4_bundle(folder / "gemma4", [])
     return folder
 
 
@@ -40,9 +61,7 @@ def empty_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def llm_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripted_bundles: Path, empty_log: Path
-) -> Path:
+def llm_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripted_bundles: Path, empty_log: Path) -> Path:
     """llm's folder for this test. The bundles are links, so that an engine is opened once for all tests."""
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     shutil.copy(empty_log, tmp_path)
@@ -53,22 +72,27 @@ def llm_folder(
 
 
 @pytest.fixture
-def script(llm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> SetScript:
-    """Sets what the model says: script(("text in the prompt", "reply"), ..., seconds_per_call=0.0)."""
-    from llm_gemma_coreml import hooks
+def script(llm_folder: Path, scripted_bundles: Path) -> Iterator[SetScript]:
+    """Sets what the models say: script((text in the prompt, reply), ..., delay=0.0).
 
-    path = llm_folder / "script.json"
-    monkeypatch.setenv(scripted_runtime.SCRIPT, str(path))
-    monkeypatch.setattr(hooks, "runtimes", lambda: [scripted_runtime.ScriptedRuntime()])
+    The reply whose text stands last in the prompt is given.
+    """
 
-    def set_script(*replies: tuple[str, str], seconds_per_call: float = 0.0) -> None:
-        path.write_text(json.dumps({"replies": replies, "seconds_per_call": seconds_per_call}))
+    def set_script(*replies: tuple[str, str], delay: float = 0.0) -> None:
+        for bundle in scripted_bundles.iterdir():
+            known = scripted.script_of(bundle)
+            known.replies = _by_text(Tokenizer(bundle / "tokenizer.model"), replies)
+            known.delay = delay
 
     set_script()
-    return set_script
+    with scripted.installed():
+        yield set_script
 
 
-@pytest.fixture
-def child(llm_folder: Path, script: SetScript) -> ChildLlm:
-    """llm as a child process over the same folder, with the scripted runtime as a plug-in."""
-    return ChildLlm(llm_folder, runtime_plugin="support.scripted_runtime")
+def _by_text(tokenizer: Tokenizer, replies: Sequence[tuple[str, str]]) -> Callable[[tuple[int, ...]], str]:
+    def reply(prompt: tuple[int, ...]) -> str:
+        text = "".join(tokenizer.piece(token) for token in prompt).replace("\u2581", " ")
+        places = [(text.rfind(key), answer) for key, answer in replies if key in text]
+        return max(places, key=lambda place: place[0])[1] if places else NO_REPLY
+
+    return reply

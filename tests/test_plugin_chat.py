@@ -140,7 +140,7 @@ def test_saved_options_are_honoured(script: SetScript) -> None:
         (["-o", "no_such", "1"], "no_such"),
         (["-o", "thinking", "on"], "thinking"),
         (["-o", "context", "100000"], "context is 100000"),
-        (["-o", "max_tokens", "4096"], "context holds 4096"),
+        (["-o", "max_tokens", "8192"], "context holds 8192"),
         (["-a", __file__], "attachments"),
     ],
 )
@@ -153,19 +153,19 @@ def test_what_cannot_be_done_is_one_line(script: SetScript, arguments: list[str]
 
 
 def test_too_long_a_prompt_names_the_counts(script: SetScript) -> None:
-    result = run_llm("-m", BASE, "word " * 5000)
+    result = run_llm("-m", BASE, "word " * 10000)
     assert result.exit_code == 1
-    assert "context holds 4096" in result.stderr
+    assert "context holds 8192" in result.stderr
 
 
 def test_errors_are_llms(script: SetScript) -> None:
-    with pytest.raises(llm.ModelError, match="context holds 4096"):
-        llm.get_model(BASE).prompt("word " * 5000).text()
+    with pytest.raises(llm.ModelError, match="context holds 8192"):
+        llm.get_model(BASE).prompt("word " * 10000).text()
 
 
 async def test_async_errors_are_llms(script: SetScript) -> None:
-    with pytest.raises(llm.ModelError, match="context holds 4096"):
-        await llm.get_async_model(BASE).prompt("word " * 5000)
+    with pytest.raises(llm.ModelError, match="context holds 8192"):
+        await llm.get_async_model(BASE).prompt("word " * 10000)
 
 
 def test_an_error_in_chat_is_one_line(script: SetScript) -> None:
