@@ -26,8 +26,9 @@ class SessionSlot:
     session: Session
     speculator: Speculator
     pins: set[int] = field(default_factory=set)
-    turns: list[int] = field(default_factory=list)
-    """Where the prompts so far ended, each less one token (the same prompt again must run one)."""
+    landmarks: list[int] = field(default_factory=list)
+    """Positions to return to: ends of prompts (less one token, which must be run again), and where prompts
+    began to differ from those of other sessions."""
     last_use: int = 0
 
     @property
@@ -57,34 +58,35 @@ class PrefixCache:
 
     def acquire(self, ids: Sequence[int]) -> SessionSlot:
         """A slot whose session holds a proper prefix of `ids` (at least one id) and nothing else."""
-        best, keep = self._best(ids)
+        best, keep, common = self._best(ids)
         lost = 0 if best is None else len(best.session) - keep
         if best is None or (keep < _WORTH_COPYING and (keep < best.pinned or lost >= _WORTH_COPYING)):
             slot = self._fresh()
         elif keep < best.pinned or self._should_fork(best, keep):
             slot = self._make(best.session.fork(keep))
-            slot.turns = best.turns.copy()
+            slot.landmarks = best.landmarks.copy()
             self._add(slot)
         else:
             best.session.rewind(keep)
             slot = best
         slot.last_use = next(self._clock)
-        self._mark(slot, len(ids))
+        self._mark(slot, len(ids), common)
         return slot
 
     def holding(self, ids: Sequence[int]) -> SessionSlot | None:
         """A slot whose session begins with all of `ids`."""
         return next((slot for slot in self._slots if slot.session.match(ids) == len(ids)), None)
 
-    def _best(self, ids: Sequence[int]) -> tuple[SessionSlot | None, int]:
-        """The slot of which the most tokens can be used, and how many."""
-        best, most = None, 0
+    def _best(self, ids: Sequence[int]) -> tuple[SessionSlot | None, int, int]:
+        """(slot of which the most tokens can be used, how many, the longest prefix that any session has)."""
+        best, most, longest = None, 0, 0
         for slot in sorted(self._slots, key=lambda slot: -slot.last_use):
-            session = slot.session
-            keep = session.rewind_target(min(session.match(ids), len(ids) - 1))
+            common = min(slot.session.match(ids), len(ids) - 1)
+            keep = slot.session.rewind_target(common)
+            longest = max(longest, common)
             if keep > most:
                 best, most = slot, keep
-        return best, most
+        return best, most, longest
 
     def _should_fork(self, slot: SessionSlot, keep: int) -> bool:
         """True if the session's own continuation is worth keeping beside the new one, and there is room.
@@ -157,20 +159,21 @@ class PrefixCache:
         """Bytes of K/V and snapshots of all sessions."""
         return sum(slot.session.nbytes() for slot in self._slots)
 
-    def _mark(self, slot: SessionSlot, prompt: int) -> None:
+    def _mark(self, slot: SessionSlot, prompt: int, common: int) -> None:
         """Choose where this session can be rewound to after its ring has wrapped.
 
-        To the prompt's end (the next turn may render the answer differently), to pinned prefixes, to points
-        before the prompt's end at doubling distances (a prompt that differs in its last n tokens then costs
-        about n tokens more), and to the ends of earlier prompts.
+        To the prompt's end (the next turn may render the answer differently), to pinned prefixes, to where it
+        begins to differ from other sessions (the next prompt may differ there too), to points before the end at
+        doubling distances (a prompt that differs in its last n tokens then costs about n tokens more), and to
+        earlier landmarks.
         """
         session = slot.session
-        slot.turns = [turn for turn in slot.turns if turn <= len(session) and turn < prompt - 1]
+        slot.landmarks = [p for p in slot.landmarks if p <= len(session) and p not in (common, prompt - 1)]
         block = session.slots.geometry.block
         distances = (block << doubling for doubling in range(prompt.bit_length()))
         points = [(prompt - distance) // block * block for distance in distances if distance < prompt]
-        wanted = [prompt - 1, *slot.pins, *points, *reversed(slot.turns)]
-        slot.turns.append(prompt - 1)
+        wanted = [prompt - 1, *slot.pins, common, *points, *reversed(slot.landmarks)]
+        slot.landmarks += [common, prompt - 1]
         size = max(1, session.snapshot_nbytes())
         allowed = int(min(_MAXIMUM_SNAPSHOTS, max(1, self.budget * _SNAPSHOT_SHARE // size)))
         session.keep_rewindable([p for p in dict.fromkeys(wanted) if p > 0][:allowed])
