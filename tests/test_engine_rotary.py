@@ -47,7 +47,7 @@ def test_rows_do_not_depend_on_the_call() -> None:
 def test_real_sizes_fit() -> None:
     Geometry(512, 640, 131_072).check(128)
     for wrong in (Geometry(512, 600, 4096), Geometry(512, 640, 4000), Geometry(512, 512, 4096)):
-        with pytest.raises(ValueError, match="block|too small"):
+        with pytest.raises(ValueError, match=r"block|too small"):
             wrong.check(128)
     with pytest.raises(ValueError, match="wider than a block"):
         Geometry(512, 1024, 4096).check(129)
