@@ -64,9 +64,7 @@ def types_of(schema: Any) -> set[str]:
     for alternative in alternatives(schema):
         declared = alternative.get("type")
         types.update([declared] if isinstance(declared, str) else [])
-        types.update(item for item in declared if isinstance(item, str)) if isinstance(
-            declared, (list, tuple)
-        ) else None
+        types.update(item for item in declared if isinstance(item, str)) if isinstance(declared, (list, tuple)) else None
         if not declared and isinstance(alternative.get("enum"), (list, tuple)):
             types.update("string" for item in alternative["enum"] if isinstance(item, str))
         if alternative.get("nullable") is True:

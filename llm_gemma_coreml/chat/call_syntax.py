@@ -233,9 +233,7 @@ class _Reader:
         return str(value)
 
     def _single_quoted(self) -> str:
-        match = re.compile(r"'((?:[^'\\]|\\.)*)'(?=\s*(?:[,}\])]|$))", re.DOTALL).match(
-            self.text, self.position
-        )
+        match = re.compile(r"'((?:[^'\\]|\\.)*)'(?=\s*(?:[,}\])]|$))", re.DOTALL).match(self.text, self.position)
         if match is None:
             return self._to_next_key()
         self.position = match.end()

@@ -11,7 +11,7 @@ from llm_gemma_coreml.chat import gemma3, gemma4, transcript
 from llm_gemma_coreml.chat.json_schema import check_schema
 from llm_gemma_coreml.chat.messages import Message, Tool
 from llm_gemma_coreml.chat.prompt import Prompt
-from llm_gemma_coreml.chat.reply_grammar import chosen_tools, gemma4_grammar, json_grammar
+from llm_gemma_coreml.chat.reply_grammar import chosen_tools, gemma4_grammar, json_grammar, transcript_grammar
 from llm_gemma_coreml.chat.reply_parser import ReplyParser
 from llm_gemma_coreml.chat.structured import GrammarCompiler, has_llguidance
 from llm_gemma_coreml.chat.template import ChatTemplate, Placeholders
@@ -41,9 +41,7 @@ class Chat:
         self.manifest = manifest or load_manifest(folder)
         kind = self.manifest.template_kind
         if kind not in _KINDS:
-            raise BundleError(
-                f"{folder}: unknown template kind {kind!r}. Use a newer version of this package."
-            )
+            raise BundleError(f"{folder}: unknown template kind {kind!r}. Use a newer version of this package.")
         self.kind = kind
         self.tokenizer = Tokenizer(folder / self.manifest.tokenizer)
         self._template = ChatTemplate.read(folder / self.manifest.chat_template, self.tokenizer)
@@ -79,7 +77,7 @@ class Chat:
         return Prompt(
             token_ids=tuple(ids),
             stop_ids=self.stop_ids,
-            stop_strings=_KINDS[self.kind].STOP_STRINGS,
+            stop_strings=transcript.stop_strings(tools) if self.kind == "transcript" else (),
             starts_in_reasoning=in_reasoning,
             tools=tools,
             constraint=self._constraint(tools, must_call, checked, thinking, in_reasoning),
@@ -97,9 +95,7 @@ class Chat:
         """The prompt as text, for people."""
         require_messages(messages)
         placeholders = Placeholders()
-        return self._template.text(
-            placeholders, self._context(placeholders, messages, tools, thinking, schema)
-        )
+        return self._template.text(placeholders, self._context(placeholders, messages, tools, thinking, schema))
 
     def count_tokens(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> int:
         """Tokens of the prompt for these messages, tool declarations and `<bos>` included."""
@@ -107,7 +103,7 @@ class Chat:
 
     def reply_parser(self, prompt: Prompt, stop: Sequence[str] = ()) -> ReplyParser:
         """A parser for the reply to `prompt`; stop: strings that end the visible text."""
-        return ReplyParser(self.tokenizer, prompt, stop, trim=self.kind == "transcript")
+        return ReplyParser(self.tokenizer, prompt, stop, transcript=self.kind == "transcript")
 
     def stop_check(self, prompt: Prompt, stop: Sequence[str] = ()) -> Callable[[int], bool] | None:
         """For the engine: True at the token that completes a stop string; None if there are no stop strings."""
@@ -136,7 +132,8 @@ class Chat:
         if self.kind == "gemma4":
             grammar = gemma4_grammar(self.tokenizer, tools, must_call, schema, thinking, in_reasoning)
         else:
-            grammar = json_grammar(tools, must_call, schema, leading_space=self.kind == "transcript")
+            build = transcript_grammar if self.kind == "transcript" else json_grammar
+            grammar = build(tools, must_call, schema)
         what = "the JSON schema" if schema is not None else "the schemas of the tools"
         return self._compiler.constraint(grammar, what)
 

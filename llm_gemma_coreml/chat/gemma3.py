@@ -10,8 +10,6 @@ from llm_gemma_coreml.chat.messages import Message, Tool
 from llm_gemma_coreml.chat.template import Placeholders
 from llm_gemma_coreml.chat.turns import alternating, leading_system_text
 
-STOP_STRINGS: tuple[str, ...] = ()
-
 
 def context(
     placeholders: Placeholders, messages: Sequence[Message], tools: Sequence[Tool], schema: object | None

@@ -19,7 +19,6 @@ from llm_gemma_coreml.chat.tokenizer import Tokenizer
 from llm_gemma_coreml.chat.turns import leading_system_text
 from llm_gemma_coreml.errors import RequestError
 
-STOP_STRINGS: tuple[str, ...] = ()
 NO_RESULT = "(no result)"
 _TOOL_NAME = re.compile(r"[\w.:-]{1,128}\Z")
 
@@ -50,9 +49,7 @@ def context(
 def check_tool_name(name: str) -> None:
     """Raise RequestError for a name that Gemma's call syntax cannot write."""
     if not _TOOL_NAME.match(name):
-        raise RequestError(
-            f"The tool name {name!r} has characters other than letters, digits, _ . : and -. Rename it."
-        )
+        raise RequestError(f"The tool name {name!r} has characters other than letters, digits, _ . : and -. Rename it.")
 
 
 def _declaration(placeholders: Placeholders, tool: Tool) -> dict[str, Any]:
@@ -88,9 +85,7 @@ class _Renderer:
                 end = position
                 while end < len(self._messages) and self._messages[end].role == "tool":
                     end += 1
-                self._call_round(
-                    message, position - 1, self._messages[position:end], end == len(self._messages)
-                )
+                self._call_round(message, position - 1, self._messages[position:end], end == len(self._messages))
                 position = end
             elif message.role == "assistant":
                 self._assistant(message, position - 1)
@@ -127,9 +122,7 @@ class _Renderer:
         answers = _match(message.tool_calls, results)
         for call, ident, answer in zip(message.tool_calls, ids, answers, strict=True):
             if answer is None and is_last:
-                raise RequestError(
-                    f"The call of tool {call.name!r} has no result. Add a tool message that answers it."
-                )
+                raise RequestError(f"The call of tool {call.name!r} has no result. Add a tool message that answers it.")
             self._result(call.name, ident, answer)
         for extra in results:
             if not any(extra is answer for answer in answers):

@@ -66,9 +66,7 @@ def read_reply(text: str, schema: Mapping[str, Any]) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RequestError(
-            f"The reply is not complete JSON ({error}). Raise max_tokens or simplify the schema."
-        ) from error
+        raise RequestError(f"The reply is not complete JSON ({error}). Raise max_tokens or simplify the schema.") from error
     problem = first_violation(value, schema)
     if problem:
         raise RequestError(f"The reply does not satisfy the JSON schema: {problem}.")
@@ -83,9 +81,7 @@ def first_violation(value: Any, schema: Mapping[str, Any]) -> str | None:
         from referencing import Registry
         from referencing.exceptions import Unresolvable
     except ImportError as error:
-        raise MissingDependencyError(
-            f"Checking schemas needs the package jsonschema. {INSTALL_HINT}"
-        ) from error
+        raise MissingDependencyError(f"Checking schemas needs the package jsonschema. {INSTALL_HINT}") from error
     validator = validator_for(schema)(schema, registry=Registry())
     try:
         violation = best_match(validator.iter_errors(value))
@@ -109,8 +105,6 @@ def _closed(schema: Any) -> Any:
             closed[keyword] = [_closed(value) for value in schema[keyword]]
     if isinstance(schema.get("items"), Mapping):
         closed["items"] = _closed(schema["items"])
-    if isinstance(schema.get("properties"), Mapping) and not any(
-        keyword in schema for keyword in _OPEN_KEYWORDS
-    ):
+    if isinstance(schema.get("properties"), Mapping) and not any(keyword in schema for keyword in _OPEN_KEYWORDS):
         closed["additionalProperties"] = False
     return closed

@@ -10,8 +10,6 @@ from typing import Any
 from llm_gemma_coreml.chat.argument_types import coerce
 from llm_gemma_coreml.chat.messages import Message, Tool, ToolCall
 
-TRANSCRIPT_EXAMPLES = (("How many legs does a spider have?", "A spider has eight legs."),)
-
 
 def describe_tools(tools: Sequence[Tool]) -> str:
     """What the model is told about its tools."""
@@ -43,9 +41,7 @@ def call_text(call: ToolCall) -> str:
 
 def assistant_text(message: Message) -> str:
     """An assistant's message: its text, then its calls, one a line."""
-    return "\n".join(
-        [part for part in (message.text,) if part.strip()] + [call_text(call) for call in message.tool_calls]
-    )
+    return "\n".join([part for part in (message.text,) if part.strip()] + [call_text(call) for call in message.tool_calls])
 
 
 def result_text(message: Message) -> str:
@@ -59,12 +55,13 @@ def strict_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
+_CALL_LABEL = re.compile(r"^\s*Call:", re.MULTILINE)
 _FENCE = re.compile(r"```[a-z_]*\s*\n?(.*?)\n?\s*```\Z", re.DOTALL)
 
 
 def read_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall] | None:
     """The calls that the text consists of, one JSON value after the other or in a list; None if it is anything else."""
-    text = text.strip()
+    text = _CALL_LABEL.sub("", text).strip()
     fence = _FENCE.match(text)
     text = fence.group(1) if fence else text
     decoder = json.JSONDecoder(strict=False)

@@ -70,9 +70,7 @@ class NativeGrammar:
         for keyword in ("anyOf", "oneOf"):
             if isinstance(schema.get(keyword), (list, tuple)) and schema[keyword]:
                 rest = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
-                return self._union(
-                    [{**rest, **choice} for choice in schema[keyword] if isinstance(choice, Mapping)], depth
-                )
+                return self._union([{**rest, **choice} for choice in schema[keyword] if isinstance(choice, Mapping)], depth)
         if isinstance(schema.get("allOf"), (list, tuple)):
             return self._schema(self._merged(schema), depth + 1)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -147,19 +145,13 @@ class NativeGrammar:
 
     def _mapping(self, schema: Mapping[str, Any], depth: int) -> str:
         values = schema.get("additionalProperties", True)
-        if values is False or (
-            "properties" in schema and values is True and "additionalProperties" not in schema
-        ):
+        if values is False or ("properties" in schema and values is True and "additionalProperties" not in schema):
             return self._add('"{" "}"')
-        member = self._add(
-            f'key ":" {self._schema(values if isinstance(values, Mapping) else {}, depth + 1)}'
-        )
+        member = self._add(f'key ":" {self._schema(values if isinstance(values, Mapping) else {}, depth + 1)}')
         return self._add(f'"{{" ({member} ("," {member})*)? "}}"')
 
     def _union(self, choices: Sequence[Mapping[str, Any]], depth: int) -> str:
-        return self._add(
-            " | ".join(dict.fromkeys(self._schema(choice, depth + 1) for choice in choices)) or "null"
-        )
+        return self._add(" | ".join(dict.fromkeys(self._schema(choice, depth + 1) for choice in choices)) or "null")
 
     def _reference(self, reference: str, depth: int) -> str:
         key = (id(self._root), reference)
@@ -185,9 +177,7 @@ class NativeGrammar:
     def _value(self, value: Any) -> str:
         """A literal in call syntax."""
         if isinstance(value, str):
-            return (
-                f"{self._quote} {_literal(value)} {self._quote}" if value else f"{self._quote} {self._quote}"
-            )
+            return f"{self._quote} {_literal(value)} {self._quote}" if value else f"{self._quote} {self._quote}"
         if isinstance(value, Mapping):
             names = sorted(value, key=lambda name: str(name).lower())
             inner = ' "," '.join(f"{_literal(f'{name}:')} {self._value(value[name])}" for name in names)
@@ -205,9 +195,7 @@ def resolve(root: Mapping[str, Any], reference: str, tool: str) -> Any:
     for part in filter(None, parts):
         key = part.replace("~1", "/").replace("~0", "~")
         if not isinstance(target, Mapping) or key not in target:
-            raise RequestError(
-                f"The schema of tool {tool!r} refers to {reference!r}, which cannot be resolved."
-            )
+            raise RequestError(f"The schema of tool {tool!r} refers to {reference!r}, which cannot be resolved.")
         target = target[key]
     return target
 

@@ -64,11 +64,38 @@ def gemma4_grammar(
     return "\n".join(["%llguidance {}", f"start: {beginning}{body}", *rules]) + "\n"
 
 
-def json_grammar(
-    tools: Sequence[Tool], must_call: bool, schema: Mapping[str, Any] | None, leading_space: bool
-) -> str:
-    """Lark grammar of a reply whose calls are JSON. leading_space: the reply begins with a space."""
-    space = '" " ' if leading_space else ""
+def json_grammar(tools: Sequence[Tool], must_call: bool, schema: Mapping[str, Any] | None) -> str:
+    """Lark grammar of a reply whose calls are JSON objects, one a line, with nothing else beside them."""
+    rules = _json_calls(tools, schema)
+    calls = f'call ("\\n" call){{0,{MAX_PARALLEL_CALLS - 1}}}'
+    alternatives = [calls] if tools else []
+    if schema is not None:
+        alternatives.append("answer")
+    elif not must_call:
+        rules.append("TEXT: /[^{](.|\\n)*/")
+        alternatives.append("TEXT?")
+    return "\n".join(["%llguidance {}", f"start: {' | '.join(alternatives)}", *rules]) + "\n"
+
+
+def transcript_grammar(tools: Sequence[Tool], must_call: bool, schema: Mapping[str, Any] | None) -> str:
+    """Lark grammar of a transcript's next lines. A base model does not end its reply itself, so that it may go on with
+    the label of the line after its calls, which is a stop string."""
+    rules = _json_calls(tools, schema)
+    alternatives: list[str] = []
+    if tools:
+        more = f'("\\nCall: " call){{0,{MAX_PARALLEL_CALLS - 1}}}'
+        alternatives.append(f'"Call: " call {more} "\\nResult:"?')
+    label = '"Assistant:" ' if tools else ""
+    if schema is not None:
+        alternatives.append(f'{label}" " answer')
+    elif not must_call:
+        rules.append("TEXT: /(.|\\n)+/")
+        alternatives.append(f"{label}TEXT?")
+    return "\n".join(["%llguidance {}", f"start: {' | '.join(alternatives)}", *rules]) + "\n"
+
+
+def _json_calls(tools: Sequence[Tool], schema: Mapping[str, Any] | None) -> list[str]:
+    """The rules `call` and `answer`, where there is something to call or to answer with."""
     rules: list[str] = []
     calls: list[str] = []
     for index, tool in enumerate(tools):
@@ -76,14 +103,8 @@ def json_grammar(
         parameters = {"type": "object", "properties": {}, **tool.parameters}
         rules.append(f"arguments_{index}: %json {for_grammar(parameters)}")
         calls.append(f'{head} arguments_{index} "}}"')
-    alternatives = []
     if calls:
         rules.append(f"call: {' | '.join(calls)}")
-        alternatives.append(f'{space}call ("\\n" call){{0,{MAX_PARALLEL_CALLS - 1}}}')
     if schema is not None:
         rules.append(f"answer: %json {for_grammar(schema)}")
-        alternatives.append(f"{space}answer")
-    elif not must_call:
-        rules.append("TEXT: / ?[^ {](.|\\n)*/" if leading_space else "TEXT: /[^{](.|\\n)*/")
-        alternatives.append("TEXT?")
-    return "\n".join(["%llguidance {}", f"start: {' | '.join(alternatives)}", *rules]) + "\n"
+    return rules

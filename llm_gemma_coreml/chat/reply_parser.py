@@ -21,6 +21,7 @@ from llm_gemma_coreml.chat.prompt import Prompt
 from llm_gemma_coreml.chat.reasoning import ReasoningOutput
 from llm_gemma_coreml.chat.text_output import TextOutput
 from llm_gemma_coreml.chat.tokenizer import Tokenizer
+from llm_gemma_coreml.chat.transcript import ANSWER, CALL
 
 
 class _State(Enum):
@@ -35,9 +36,7 @@ class ReplyParser:
     Stop strings act on the visible text only; after one, `stopped` is True and all further ids are ignored.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Prompt, stop: Sequence[str] = (), trim: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, stop: Sequence[str] = (), transcript: bool = False) -> None:
         self._markers = {
             token: handler
             for name, handler in {
@@ -53,7 +52,8 @@ class ReplyParser:
         self._stop_ids = prompt.stop_ids
         self._text = Detokenizer(tokenizer)
         self._tools = {tool.name: tool for tool in prompt.tools}
-        self._output = TextOutput((*prompt.stop_strings, *stop), trim, self._call_beginnings(prompt))
+        label = ANSWER if transcript and prompt.tools else ""
+        self._output = TextOutput((*prompt.stop_strings, *stop), transcript, _call_beginnings(prompt), label, (f"\n{CALL}",))
         self._reasoning = ReasoningOutput(header=not prompt.starts_in_reasoning)
         self._state = _State.REASONING if prompt.starts_in_reasoning else _State.CONTENT
         self._call: list[str] = []
@@ -155,9 +155,7 @@ class ReplyParser:
         if reading.call is None:
             shown = call_syntax.show(text)
             self._say(f"\n{shown}" if self._said_something else shown)
-            self._events.append(
-                WarningEvent(f"A tool call could not be read ({reading.problem}) and is shown as text.")
-            )
+            self._events.append(WarningEvent(f"A tool call could not be read ({reading.problem}) and is shown as text."))
             return
         if reading.problem:
             self._events.append(WarningEvent(reading.problem))
@@ -173,14 +171,6 @@ class ReplyParser:
             return
         for call in calls:
             self._emit_call(call)
-
-    def _call_beginnings(self, prompt: Prompt) -> tuple[str, ...]:
-        if not prompt.tools:
-            return ()
-        if prompt.schema is not None:
-            return ("{",)
-        names = [f"{tool.name}{bracket}" for tool in prompt.tools for bracket in "{("]
-        return ("{", "[", "```", "call:", *names)
 
     def _emit_call(self, call: ToolCall) -> None:
         arguments = json_tools.strict_json(dict(call.arguments))
@@ -199,6 +189,16 @@ class ReplyParser:
     def _taken(self) -> list[ReplyEvent]:
         events, self._events = self._events, []
         return _merged(events)
+
+
+def _call_beginnings(prompt: Prompt) -> tuple[str, ...]:
+    """How a reply begins that may be a call written as text."""
+    if not prompt.tools:
+        return ()
+    if prompt.schema is not None:
+        return ("{", CALL)
+    names = [f"{tool.name}{bracket}" for tool in prompt.tools for bracket in "{("]
+    return ("{", "[", "```", "call:", CALL, *names)
 
 
 def _merged(events: Sequence[ReplyEvent]) -> list[ReplyEvent]:

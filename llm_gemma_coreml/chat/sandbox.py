@@ -54,12 +54,8 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         from jinja2.ext import loopcontrols
 
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], finalize=self._finalise
-        )
-        self.filters = {
-            name: self._counted(function) for name, function in self.filters.items() if name in _FILTERS
-        }
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], finalize=self._finalise)
+        self.filters = {name: self._counted(function) for name, function in self.filters.items() if name in _FILTERS}
         self.filters["replace"] = self._replace
         self.filters["join"] = self._join_filter
         self.filters["string"] = self._finalise

@@ -35,14 +35,10 @@ _HINTS = (
 def flatten_parameters(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The parameters of tool `name` as a plain object schema. Raises RequestError if it is no object schema."""
     if not isinstance(schema, Mapping):
-        raise RequestError(
-            f"The parameters of tool {name!r} are not a JSON schema. Give a schema of type object."
-        )
+        raise RequestError(f"The parameters of tool {name!r} are not a JSON schema. Give a schema of type object.")
     flat = _Flattener(schema, name).flatten(schema or {"type": "object"}, 0)
     if flat["type"] != "object":
-        raise RequestError(
-            f"The parameters of tool {name!r} are of type {flat['type']!r}. Give a schema of type object."
-        )
+        raise RequestError(f"The parameters of tool {name!r} are of type {flat['type']!r}. Give a schema of type object.")
     return flat
 
 
@@ -85,9 +81,7 @@ class _Flattener:
     def _target(self, reference: str) -> Mapping[str, Any]:
         target = resolve(self._root, reference, self._name)
         if not isinstance(target, Mapping):
-            raise RequestError(
-                f"The schema of tool {self._name!r} refers to {reference!r}, which is no schema."
-            )
+            raise RequestError(f"The schema of tool {self._name!r} refers to {reference!r}, which is no schema.")
         return target
 
     def _reduce(self, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool, list[str]]:
@@ -103,9 +97,7 @@ class _Flattener:
                 choices = [choice for choice in schema[keyword] if not _is_null(choice)]
                 nullable = len(choices) < len(schema[keyword])
                 chosen = self._resolved(choices[0]) if choices else {"type": "null"}
-                others = [
-                    str(o["type"]) for o in map(self._resolved, choices[1:]) if isinstance(o.get("type"), str)
-                ]
+                others = [str(o["type"]) for o in map(self._resolved, choices[1:]) if isinstance(o.get("type"), str)]
                 return (
                     {**chosen, **rest},
                     nullable,
@@ -156,9 +148,7 @@ class _Flattener:
         names = required if isinstance(required, (list, tuple)) else ()
         flat["required"] = [name for name in names if isinstance(name, str) and name in flat["properties"]]
         if not declared and isinstance(schema.get("additionalProperties"), Mapping):
-            _describe(
-                flat, f"a mapping with values of type {_single_type(schema['additionalProperties'])[0]}"
-            )
+            _describe(flat, f"a mapping with values of type {_single_type(schema['additionalProperties'])[0]}")
 
 
 def _single_type(schema: Mapping[str, Any]) -> tuple[str, bool, list[str]]:
@@ -213,6 +203,4 @@ def _literal(value: Any) -> str:
 
 
 def _is_null(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and (
-        schema.get("type") == "null" or ("const" in schema and schema["const"] is None)
-    )
+    return isinstance(schema, Mapping) and (schema.get("type") == "null" or ("const" in schema and schema["const"] is None))

@@ -77,9 +77,7 @@ class GrammarConstraint:
 
     def _fail(self) -> None:
         problem = self._matcher.get_error() or "it does not allow the token"
-        raise RequestError(
-            f"The reply cannot follow {self._what}: {_first_line(problem)}. Use a simpler one."
-        )
+        raise RequestError(f"The reply cannot follow {self._what}: {_first_line(problem)}. Use a simpler one.")
 
 
 class GrammarCompiler:
@@ -101,9 +99,7 @@ class GrammarCompiler:
         Raises MissingDependencyError without llguidance, RequestError for a grammar that cannot be compiled.
         """
         if len(lark) > MAX_GRAMMAR_CHARACTERS:
-            raise RequestError(
-                f"{what[:1].upper()}{what[1:]} is larger than {MAX_GRAMMAR_CHARACTERS} characters."
-            )
+            raise RequestError(f"{what[:1].upper()}{what[1:]} is larger than {MAX_GRAMMAR_CHARACTERS} characters.")
         trie = self._trie()
         from llguidance import LLMatcher, LLParserLimits
 
@@ -143,9 +139,7 @@ class _Pieces:
                 self.tokens.append(piece.replace(WORD_BOUNDARY, " ").encode("utf-8", "replace"))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode_text(
-            text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        )
+        return self._tokenizer.encode_text(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
 
 
 def require_llguidance() -> None:
@@ -153,9 +147,7 @@ def require_llguidance() -> None:
     try:
         import llguidance  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(
-            f"Schemas and forced tool calls need the package llguidance. {INSTALL_HINT}"
-        ) from error
+        raise MissingDependencyError(f"Schemas and forced tool calls need the package llguidance. {INSTALL_HINT}") from error
 
 
 def has_llguidance() -> bool:

@@ -94,9 +94,7 @@ class ChatTemplate:
         self._placeholders = Placeholders()
         self._control = _control_pattern(tokenizer)
         if len(source.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES or _OPEN in source:
-            raise BundleError(
-                f"{name} is larger than {MAX_TEMPLATE_BYTES} bytes or uses reserved characters."
-            )
+            raise BundleError(f"{name} is larger than {MAX_TEMPLATE_BYTES} bytes or uses reserved characters.")
         self._compile(source)
 
     @classmethod
@@ -107,9 +105,7 @@ class ChatTemplate:
                 raise BundleError(f"The chat template {path} is larger than {MAX_TEMPLATE_BYTES} bytes.")
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise BundleError(
-                f"Cannot read the chat template {path}: {error}. Install the bundle again."
-            ) from error
+            raise BundleError(f"Cannot read the chat template {path}: {error}. Install the bundle again.") from error
         return cls(source, tokenizer, str(path))
 
     def token_ids(self, placeholders: Placeholders, context: Mapping[str, Any]) -> list[int]:

@@ -78,18 +78,14 @@ class Tokenizer:
     def piece(self, token: int) -> str:
         """The piece as the vocabulary spells it. Raises BundleError if the id is outside the vocabulary."""
         if not 0 <= token < self.vocabulary_size:
-            raise BundleError(
-                f"Token id {token} is outside the vocabulary of {self.path} (0..{self.vocabulary_size - 1})."
-            )
+            raise BundleError(f"Token id {token} is outside the vocabulary of {self.path} (0..{self.vocabulary_size - 1}).")
         return str(self._model.id_to_piece(token))
 
     def is_control(self, token: int) -> bool:
         """True for ids that stand for no text: control tokens, `<unk>`, and ids beyond the vocabulary."""
         if not 0 <= token < self.vocabulary_size:
             return True
-        return bool(
-            self._model.is_control(token) or self._model.is_unknown(token) or token in self._untyped_ids
-        )
+        return bool(self._model.is_control(token) or self._model.is_unknown(token) or token in self._untyped_ids)
 
     def is_byte(self, token: int) -> bool:
         """True for an id that stands for one byte of a character."""
@@ -108,9 +104,7 @@ class Tokenizer:
         """The id of the control token with that name. Raises BundleError if there is none."""
         token = self.find_control(name)
         if token is None:
-            raise BundleError(
-                f"The tokenizer {self.path} has no control token {name}; the bundle needs another tokenizer."
-            )
+            raise BundleError(f"The tokenizer {self.path} has no control token {name}; the bundle needs another tokenizer.")
         return token
 
     def control_names(self) -> list[str]:
@@ -146,9 +140,7 @@ def _load(path: Path) -> Any:
         model = SentencePieceProcessor(model_file=str(path))
         size = model.get_piece_size()
     except (RuntimeError, OSError, ValueError) as error:
-        raise BundleError(
-            f"{path} is not a SentencePiece model ({error}). Install the bundle again."
-        ) from error
+        raise BundleError(f"{path} is not a SentencePiece model ({error}). Install the bundle again.") from error
     if not size:
         raise BundleError(f"{path} is an empty SentencePiece model. Install the bundle again.")
     return model
