@@ -1,9 +1,8 @@
-"""The engine's thread: streams, cancelling, errors, sessions that are found again."""
+"""What many callers share: interrupts, threads and tasks at once, runtimes, sessions that are found again."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import threading
 import time
@@ -20,7 +19,6 @@ from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.request import GenerationRequest, SamplingParameters
 from llm_gemma_coreml.errors import (
     ContextOverflowError,
-    GemmaCoreMLError,
     MissingDependencyError,
     RequestError,
 )
@@ -63,24 +61,6 @@ def text(length: int, seed: int = 1) -> tuple[int, ...]:
     return tuple(int(token) for token in np.random.default_rng(seed).integers(0, VOCABULARY, length))
 
 
-# Requests
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (request(), "no tokens"),
-        (request(1, VOCABULARY), "token id 24"),
-        (request(1, -1), "token id -1"),
-        (request(1, max_tokens=-1), "max_tokens is -1"),
-        (request(1, speculate=-2), "speculate is -2"),
-    ],
-)
-def test_impossible_requests_are_refused(tiny: Tiny, bad: GenerationRequest, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        tiny.engine.generate(bad)
-
-
 @pytest.mark.parametrize(("prompt", "count"), [(CONTEXT, None), (CONTEXT, 1), (10, CONTEXT - 9), (CONTEXT + 1, 0)])
 def test_overflow_is_an_error_before_anything_is_computed(tiny: Tiny, prompt: int, count: int | None) -> None:
     calls: list[str] = []
@@ -90,7 +70,7 @@ def test_overflow_is_an_error_before_anything_is_computed(tiny: Tiny, prompt: in
     error = caught.value
     assert (error.prompt_tokens, error.requested_tokens, error.context_tokens) == (prompt, count or 0, CONTEXT)
     assert not calls
-    tiny.answer(*text(CONTEXT - 2), max_tokens=2)
+    assert len(tiny.answer(*text(CONTEXT - 2), max_tokens=2)) == 2
 
 
 def test_an_unknown_runtime_is_named() -> None:
@@ -104,43 +84,6 @@ def test_a_machine_without_a_runtime_is_told_why(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("llm_gemma_coreml.hooks.runtimes", lambda: [runtime])
     with pytest.raises(MissingDependencyError, match="tiny: it needs a Mac"):
         choose_runtime(None)
-
-
-# Cancelling
-
-
-def test_closing_frees_the_engine_at_once(tiny: Tiny) -> None:
-    expected = tiny.answer(4, 5, 6, max_tokens=4)
-    tiny.slow()
-    stream = tiny.engine.generate(request(7, 8, max_tokens=50))
-    next(stream)
-    stream.close()
-    assert stream.statistics.finish_reason == "cancelled"
-    assert list(stream) == []
-    assert tiny.answer(4, 5, 6, max_tokens=4) == expected
-
-
-def test_a_waiting_request_is_dropped_when_closed(tiny: Tiny) -> None:
-    tiny.slow()
-    first = tiny.engine.generate(request(7, 8, max_tokens=50))
-    waiting = tiny.engine.generate(request(1, 2, max_tokens=50))
-    waiting.close()  # does not wait for the first one
-    assert waiting.statistics.finish_reason == "cancelled"
-    assert waiting.statistics.prompt_tokens == 0
-    assert first.statistics.finish_reason is None
-    assert sum(len(part) for part in first) == 50
-
-
-def test_dropping_the_stream_cancels(tiny: Tiny) -> None:
-    tiny.slow()
-    stream = tiny.engine.generate(request(7, 8, max_tokens=50))
-    next(stream)
-    statistics = stream.statistics
-    del stream
-    gc.collect()
-    tiny.engine.call(lambda: None)
-    assert statistics.finish_reason == "cancelled"
-    assert statistics.output_tokens < 50
 
 
 def test_an_interrupt_while_waiting_cancels(tiny: Tiny) -> None:
@@ -157,38 +100,6 @@ def test_an_interrupt_while_waiting_cancels(tiny: Tiny) -> None:
     assert len(tiny.answer(1, 2)) == 8
 
 
-def test_cancelled_prefill_leaves_a_session_that_is_right(tiny: Tiny) -> None:
-    expected = tiny.answer(*text(40, 7))
-    other = Tiny(Path(tiny.engine._runner._embedding._path).parent)
-    other.slow(0.05)
-    stream = other.engine.generate(request(*text(40, 7)))
-    time.sleep(0.12)
-    stream.close()
-    other.slow(0)
-    stream = other.engine.generate(request(*text(40, 7)))
-    assert [token for part in stream for token in part] == expected
-    assert 0 < stream.statistics.cached_tokens < 39
-    other.engine.close()
-
-
-# Errors
-
-
-def test_an_error_on_the_thread_reaches_the_caller_and_the_engine_survives(tiny: Tiny) -> None:
-    expected = tiny.answer(1, 2, 3)
-
-    def fail(name: str) -> None:
-        raise GemmaCoreMLError("out of luck")
-
-    tiny.runtime.before_call = fail
-    stream = tiny.engine.generate(request(1, 2, 3, 4))
-    with pytest.raises(GemmaCoreMLError, match="out of luck"):
-        list(stream)
-    assert list(stream) == []
-    tiny.runtime.before_call = lambda name: None
-    assert tiny.answer(1, 2, 3) == expected
-
-
 def test_a_failing_stop_check_is_the_callers_error(tiny: Tiny) -> None:
     def check(token: int) -> bool:
         raise ZeroDivisionError
@@ -196,83 +107,6 @@ def test_a_failing_stop_check_is_the_callers_error(tiny: Tiny) -> None:
     with pytest.raises(ZeroDivisionError):
         tiny.answer(1, 2, stop_check=check)
     assert len(tiny.answer(1, 2)) == 8
-
-
-def test_closing_the_engine_ends_everything(tiny: Tiny) -> None:
-    tiny.slow()
-    running = tiny.engine.generate(request(7, 8, max_tokens=50))
-    next(running)
-    waiting = tiny.engine.generate(request(1, 2))
-    tiny.engine.close()
-    tiny.engine.close()
-    assert sum(len(part) for part in running) < 49
-    assert running.statistics.finish_reason == "cancelled"
-    with pytest.raises(GemmaCoreMLError, match="engine is closed"):
-        list(waiting)
-    with pytest.raises(GemmaCoreMLError, match="engine is closed"):
-        tiny.answer(1)
-    assert tiny.runtime.closed == 3  # packages
-
-
-# asyncio
-
-
-async def collect(tiny: Tiny, asked: GenerationRequest) -> list[int]:
-    return [token async for part in tiny.engine.agenerate(asked) for token in part]
-
-
-async def test_async_gives_the_same(tiny: Tiny) -> None:
-    expected = tiny.answer(1, 2, 3)
-    stream = tiny.engine.agenerate(request(1, 2, 3))
-    assert [token async for part in stream for token in part] == expected
-    assert stream.statistics.finish_reason == "length"
-    await stream.aclose()
-    assert [part async for part in stream] == []
-
-
-async def test_closing_or_cancelling_frees_the_engine(tiny: Tiny) -> None:
-    tiny.slow()
-    stream = tiny.engine.agenerate(request(7, 8, max_tokens=50))
-    await anext(stream)
-    await stream.aclose()
-    assert stream.statistics.finish_reason == "cancelled"
-    started = tiny.engine.agenerate(request(9, 8, max_tokens=50))
-
-    async def consume() -> None:
-        async for _ in started:
-            pass
-
-    task = asyncio.create_task(consume())
-    await asyncio.sleep(0.1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await started.aclose()
-    assert started.statistics.finish_reason == "cancelled"
-    assert started.statistics.output_tokens < 50
-    async with tiny.engine.agenerate(request(9, 8, max_tokens=50)) as waiting:
-        pass
-    assert waiting.statistics.finish_reason == "cancelled"
-
-
-async def test_errors_reach_the_task(tiny: Tiny) -> None:
-    def check(token: int) -> bool:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        await collect(tiny, request(1, 2, stop_check=check))
-    assert len(await collect(tiny, request(1, 2))) == 8
-
-
-def test_a_closed_event_loop_cancels(tiny: Tiny) -> None:
-    tiny.slow()
-
-    async def start() -> Any:
-        return tiny.engine.agenerate(request(7, 8, max_tokens=50))
-
-    stream = asyncio.run(start())
-    tiny.engine.call(lambda: None)
-    assert stream.statistics.finish_reason == "cancelled"
 
 
 def test_threads_and_tasks_share_one_engine(tiny: Tiny) -> None:
@@ -288,8 +122,11 @@ def test_threads_and_tasks_share_one_engine(tiny: Tiny) -> None:
             else:
                 answers["thread", index] = [t for part in stream for t in part]
 
+    async def collect(one: GenerationRequest) -> list[int]:
+        return [t async for part in tiny.engine.agenerate(one) for t in part]
+
     async def tasks() -> None:
-        found = await asyncio.gather(*(collect(tiny, one) for one in asked))
+        found = await asyncio.gather(*(collect(one) for one in asked))
         answers.update({("task", index): answer for index, answer in enumerate(found)})
 
     threads = [threading.Thread(target=thread, args=(start,)) for start in range(4)]
