@@ -100,6 +100,7 @@ class Decoding:
         masks = self._masks(drafts)
         if masks is not None:
             drafts = _allowed_drafts(drafts, masks)
+            self._speculator.cut(len(drafts))
             if _nothing_allowed(masks[0]):
                 return self._accept([])
         start = time.perf_counter()

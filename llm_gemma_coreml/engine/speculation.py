@@ -124,6 +124,11 @@ class Speculator:
         self._proposal = self._forced(limit) or self._best(limit, rung)
         return self._proposal
 
+    def cut(self, count: int) -> None:
+        """Of the drafts of the last `propose` only the first `count` are verified (a grammar forbids the rest)."""
+        proposal = self._proposal
+        self._proposal = Proposal(proposal.drafter, proposal.tokens[:count], proposal.grade)
+
     def observe(self, tokens: Sequence[int], seconds: float, rung: int = 0) -> None:
         """The round of the last `propose` appended `tokens` (accepted drafts and the free token); its target
         call took `seconds`."""
