@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_gemma_coreml.convert.compensate import ColumnUse
 from llm_gemma_coreml.convert.quantise import quantise, quantised_tensor
-from llm_gemma_coreml.convert.reference import embed, run_layers, softcap
-from llm_gemma_coreml.convert.source import PROJECTIONS, Float32, Source, row_chunks
+from llm_gemma_coreml.convert.reference import embed, run_layer, run_layers, softcap
+from llm_gemma_coreml.convert.source import PROJECTIONS, Float32, Source, expected_shapes, row_chunks
 
-CALIBRATION_TOKENS = 1024
+CALIBRATION_TOKENS = 1088
 EVALUATION_TOKENS = 768
-Importance = Mapping[str, Float32]
-"""Mean squared activation of each input column [K], by the canonical name of the linear."""
 
 
 @dataclass(frozen=True)
@@ -31,38 +30,69 @@ class Comparison:
     tokens: int
 
 
-def measure_importance(
-    source: Source, tokens: int = CALIBRATION_TOKENS, progress: Callable[[str], None] | None = None
-) -> dict[str, Float32]:
-    """Importance of every linear's input columns, measured on the built-in calibration text.
+class Importance(Mapping[str, ColumnUse]):
+    """The use of every linear's input columns on the built-in calibration text, by canonical name.
 
-    progress: called with the name of each linear as it is reached (7 per layer).
+    The model runs as far as the layer that is asked for, and only the last layer's inputs are kept: ask in the order
+    of the layers. Asking for an earlier layer starts again.
     """
-    found: dict[str, Float32] = {}
 
-    def observe(name: str, values: Float32) -> None:
-        # The first token's activations are hundreds of times larger than all others'.
-        found[name] = np.mean(np.square(values[1:]), axis=0)
-        if progress is not None:
-            progress(name)
+    def __init__(self, source: Source, tokens: int = CALIBRATION_TOKENS) -> None:
+        self._source = source
+        self._tokens = tokens
+        self._names = [
+            name for name in expected_shapes(source.config) if name.rpartition(".")[2] in PROJECTIONS
+        ]
+        self._next_layer = 0
+        self._hidden: Float32 | None = None
+        self._uses: dict[str, ColumnUse] = {}
 
-    run_layers(source, _embedded(source, text_ids(source, "calibration.txt", tokens)), observe)
-    return found
+    def __getitem__(self, name: str) -> ColumnUse:
+        if name not in self._names:
+            raise KeyError(name)
+        layer = int(name.split(".")[1])
+        if name not in self._uses and layer < self._next_layer:
+            self._next_layer, self._hidden = 0, None
+        while name not in self._uses:
+            self._run_next_layer()
+        return self._uses[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _run_next_layer(self) -> None:
+        if self._hidden is None:
+            self._hidden = _embedded(self._source, text_ids(self._source, "calibration.txt", self._tokens))
+        self._uses = {}
+        inputs: dict[int, ColumnUse] = {}
+
+        def observe(name: str, values: Float32) -> None:
+            # q, k and v (and gate and up) share one input, and so the costly part of its use. The first token is
+            # left out: its activations are hundreds of times larger than all others'.
+            self._uses[name] = inputs.setdefault(id(values), ColumnUse(values[1:]))
+            alive.append(values)
+
+        alive: list[Float32] = []
+        self._hidden = run_layer(self._source, self._next_layer, self._hidden, observe)
+        self._next_layer += 1
 
 
 def compare_quantisations(source: Source, importance: Importance | None = None) -> list[Comparison]:
-    """int8, plain int4 and searched int4 (each with an int8 head) against the unquantised model."""
-    if importance is None:
-        importance = measure_importance(source)
+    """int8, plain int4, searched int4 and compensated int4 (all with an int8 head) against the unquantised model."""
+    importance = Importance(source) if importance is None else importance
     ids = text_ids(source, "evaluation.txt", EVALUATION_TOKENS)
-    plans: dict[str, tuple[int, Importance]] = {
-        "int8": (8, {}),
-        "int4, round to nearest": (4, {}),
-        "int4, searched scales": (4, importance),
+    plans: dict[str, tuple[int, Callable[[str], NDArray[np.float32] | ColumnUse | None]]] = {
+        "int8": (8, lambda name: None),
+        "int4, round to nearest": (4, lambda name: None),
+        "int4, searched scales": (4, lambda name: importance[name].importance),
+        "int4, searched scales and compensated rounding": (4, importance.__getitem__),
     }
     hidden = _embedded(source, ids)
     exact = run_layers(source, hidden)
-    others = [run_layers(_Requantised(source, bits, weights), hidden) for bits, weights in plans.values()]
+    others = [run_layers(_Requantised(source, bits, use), hidden) for bits, use in plans.values()]
     results = _compare_logits(source, exact, others)
     return [
         Comparison(label, divergence, agreement, len(ids))
@@ -82,14 +112,16 @@ def text_ids(source: Source, name: str, limit: int) -> list[int]:
 class _Requantised:
     """The weights of a source after quantisation and back."""
 
-    def __init__(self, source: Source, bits: int, importance: Importance) -> None:
+    def __init__(
+        self, source: Source, bits: int, use: Callable[[str], NDArray[np.float32] | ColumnUse | None]
+    ) -> None:
         self.config = source.config
-        self._source, self._bits, self._importance = source, bits, importance
+        self._source, self._bits, self._use = source, bits, use
 
     def tensor(self, name: str) -> Float32:
         if name.rpartition(".")[2] not in PROJECTIONS:
             return self._source.tensor(name)
-        return quantised_tensor(self._source, name, self._bits, self._importance.get(name)).dequantise()
+        return quantised_tensor(self._source, name, self._bits, self._use(name)).dequantise()
 
 
 def _embedded(source: Source, ids: Sequence[int]) -> Float32:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from llm_gemma_coreml.convert.compensate import ColumnUse, compensated
 from llm_gemma_coreml.convert.quantise_search import search_scales
 from llm_gemma_coreml.errors import SourceError
 
@@ -39,14 +40,14 @@ class Quantised:
 def quantise(
     weight: NDArray[np.float32],
     bits: int,
-    importance: NDArray[np.float32] | None = None,
+    importance: NDArray[np.float32] | ColumnUse | None = None,
     name: str = "weight",
 ) -> Quantised:
     """Quantise a linear weight [N, K] to `bits` (8 or 4).
 
-    importance: mean squared activation of each input column [K]. With it, 4-bit scales are searched for the
-    least weighted squared error; without it, and for 8 bits, a block's largest magnitude goes to the range's
-    end.
+    importance: mean squared activation of each input column [K], or the `ColumnUse` of the linear. With it,
+    4-bit scales are searched for the least weighted squared error, and with a `ColumnUse` rounding errors are
+    made up for by later columns; without it, and for 8 bits, a block's largest magnitude goes to the range's end.
     Raises SourceError naming `name` for NaN, infinity, values beyond fp16 scales, or K not a multiple of 32.
     """
     _check(weight, bits, name)
@@ -55,8 +56,11 @@ def quantise(
     if not np.isfinite(scales).all():
         raise SourceError(f"{name}: holds NaN, infinity or values too large for fp16 scales.")
     if bits == 4 and importance is not None:
-        scales = search_scales(blocks.reshape(-1, BLOCK), _block_weights(importance, weight.shape[1], name))
-        scales = scales.reshape(blocks.shape[:2])
+        by_column = importance.importance if isinstance(importance, ColumnUse) else importance
+        weights = _block_weights(by_column, weight.shape[1], name)
+        if isinstance(importance, ColumnUse):
+            return Quantised(*compensated(blocks.reshape(weight.shape), importance, weights), bits)
+        scales = search_scales(blocks.reshape(-1, BLOCK), weights).reshape(scales.shape)
     return Quantised(_round(blocks, scales, bits).reshape(weight.shape), scales, bits)
 
 
@@ -69,7 +73,7 @@ def _block_weights(importance: NDArray[np.float32], columns: int, name: str) -> 
 
 
 def quantised_tensor(
-    source: Source, name: str, bits: int, importance: NDArray[np.float32] | None = None
+    source: Source, name: str, bits: int, importance: NDArray[np.float32] | ColumnUse | None = None
 ) -> Quantised:
     """Tensor `name` of `source` at `bits`: its own blocks where it is on the grid, else quantised.
 

@@ -23,6 +23,8 @@ def search_scales(blocks: NDArray[np.float32], importance: NDArray[np.float32]) 
     rows_per_chunk = max(1, _CHUNK_BLOCKS // per_row)
     step = rows_per_chunk * per_row
     pieces = [blocks[start : start + step] for start in range(0, len(blocks), step)]
+    if len(pieces) == 1:
+        return _search(blocks, importance)
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda piece: _search(piece, importance), pieces))
     return np.concatenate(found)
