@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from llm_gemma_coreml.runtime.base import Runtime
 
 
-@hookimpl
+@hookimpl(tryfirst=True)
 def register_runtimes(register: Callable[[Runtime], None]) -> None:
     from llm_gemma_coreml.runtime.portable import PortableRuntime
 
     register(PortableRuntime())
 
 
-@hookimpl
+@hookimpl(tryfirst=True)
 def register_drafters(register: Callable[[DrafterFactory], None]) -> None:
     from llm_gemma_coreml.drafting.corpus import CorpusLookupFactory
     from llm_gemma_coreml.drafting.prompt_lookup import PromptLookupFactory
