@@ -15,7 +15,14 @@ class TextOutput:
     With `call_beginnings`, a reply that begins with one of them is kept back whole: `kept` has it at the end.
     """
 
-    def __init__(self, stop: Sequence[str], trim: bool, call_beginnings: Sequence[str] = (), label: str = "") -> None:
+    def __init__(
+        self,
+        stop: Sequence[str],
+        trim: bool,
+        call_beginnings: Sequence[str] = (),
+        label: str = "",
+        after_label: Sequence[str] = (),
+    ) -> None:
         self._stops = StopStrings(stop)
         self._trim = trim
         self._beginnings = tuple(call_beginnings)
@@ -55,7 +62,7 @@ class TextOutput:
         text = self._show(self._flush_stops())
         rest, self._waiting = self._waiting, ""
         if self.keeping:
-            return text, rest
+            return text, rest.rstrip() if self._trim else rest
         return text + (rest.rstrip() if self._trim else rest), ""
 
     def _flush_stops(self) -> str:
