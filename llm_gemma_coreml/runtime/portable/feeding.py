@@ -10,7 +10,7 @@ import numpy as np
 from llm_gemma_coreml.errors import GemmaCoreMLError
 from llm_gemma_coreml.runtime.base import Array
 from llm_gemma_coreml.runtime.portable.attention import BLOCK, AttentionPlan
-from llm_gemma_coreml.runtime.portable.block_form import (
+from llm_gemma_coreml.runtime.portable.block_inputs import (
     COLUMNS,
     padding_input,
     past_input,
