@@ -134,9 +134,7 @@ def test_control_tokens_add_no_text() -> None:
     assert decode(tokenizer, ids(tokenizer, "a<|channel>thought<turn|>b")) == "athoughtb"
 
 
-@given(
-    st.lists(st.text("ab\n", max_size=5), max_size=6), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
-)
+@given(st.lists(st.text("ab\n", max_size=5), max_size=6), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
 @settings(deadline=None)
 def test_stop_strings_cut_as_on_the_whole_text(chunks: list[str], stop: list[str]) -> None:
     whole = "".join(chunks)

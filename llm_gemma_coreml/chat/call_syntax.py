@@ -230,7 +230,7 @@ class _Reader:
             value, self.position = json.JSONDecoder(strict=False).raw_decode(self.text, self.position)
         except ValueError as error:
             raise CallSyntaxError("a string cannot be read") from error
-        return str(value)
+        return str(value).replace(QUOTE, '"')
 
     def _single_quoted(self) -> str:
         match = re.compile(r"'((?:[^'\\]|\\.)*)'(?=\s*(?:[,}\])]|$))", re.DOTALL).match(self.text, self.position)
@@ -251,8 +251,13 @@ class _Reader:
         match = _BARE.match(self.text, self.position)
         if match is None:
             raise CallSyntaxError(f"a value is missing at character {self.position}")
-        self.position = match.end()
-        return Bare(match.group())
+        word = match.group()
+        if self._lenient and "(" not in word:
+            word = word.rstrip(")").rstrip() or word  # the end of `name(key=value)`
+        elif word.startswith("'"):
+            raise CallSyntaxError(f"a string is quoted with ' at character {self.position}")
+        self.position += len(word)
+        return Bare(word)
 
     def _to_next_key(self) -> str:
         end = self._next_key(self.position)
@@ -261,7 +266,7 @@ class _Reader:
             shorter = text.rstrip(" \t\n\r})]")
             text = shorter if shorter else text
         self.position += len(text)
-        return text.strip().strip(QUOTE)
+        return text.strip().strip(QUOTE).replace(QUOTE, '"')
 
     def _next_key(self, position: int) -> int:
         """Where `,key:` of a declared key of the current object comes next; the end of the text if nowhere."""

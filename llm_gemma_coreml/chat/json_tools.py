@@ -51,8 +51,9 @@ def result_text(message: Message) -> str:
 
 
 def strict_json(value: object) -> str:
-    """One strict JSON text: no NaN or infinity."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """One strict JSON text: no NaN or infinity (ValueError), no halves of characters (replaced by U+FFFD)."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 _CALL_LABEL = re.compile(r"^\s*Call:", re.MULTILINE)

@@ -120,7 +120,7 @@ class ReplyParser:
         if self._state is _State.REASONING:
             self._say_reasoning(self._reasoning.close())
         else:
-            self._say(self._output.before_call())
+            self._say(self._output.interrupt())
         self._reasoning.open()
         self._state = _State.REASONING
 
@@ -135,7 +135,8 @@ class ReplyParser:
             self._end_call(complete=True)
         elif self._state is _State.REASONING:
             self._say_reasoning(self._reasoning.close())
-        self._say(self._output.before_call())
+        self._say(self._output.interrupt())
+        self._output.after_call()
         self._state = _State.CALL
 
     def _close_call(self) -> None:

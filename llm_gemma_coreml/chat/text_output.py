@@ -10,7 +10,7 @@ from llm_gemma_coreml.chat.stop_strings import StopStrings
 class TextOutput:
     """Takes decoded text, gives the text to show.
 
-    With `trim`, white space at both ends is dropped; otherwise only what `before_call` and `strip_start` drop.
+    With `trim`, white space at both ends is dropped; otherwise only what `interrupt` and `strip_start` drop.
     `label` is dropped where the reply begins with it; then `after_label` are stop strings too.
     With `call_beginnings`, a reply that begins with one of them is kept back whole: `kept` has it at the end.
     """
@@ -50,12 +50,18 @@ class TextOutput:
         text = self._stops.feed(text)
         return self._show(self._answer_stops.feed(text) if self._in_answer else text)
 
-    def before_call(self) -> str:
-        """What is left before a call: white space at the end is dropped."""
+    def interrupt(self) -> str:
+        """What is left before a thought or a call: white space at the end is dropped."""
         text = self._show(self._flush_stops())
-        rest, self._waiting = self._waiting.rstrip(), ""
-        self._started, self.keeping = True, False
-        return text + rest
+        text, self._waiting = text + self._waiting.rstrip(), ""
+        if text:
+            self._started = True
+        self.keeping = False
+        return text
+
+    def after_call(self) -> None:
+        """What follows is text, even if it looks like a call."""
+        self._started = True
 
     def finish(self) -> tuple[str, str]:
         """What is left at the end: (text to show, kept text that looks like a call)."""
