@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from llm_gemma_coreml.errors import GemmaCoreMLError
 
 if TYPE_CHECKING:
     from llm_gemma_coreml.chat.chat import Chat
@@ -45,12 +48,23 @@ def load(bundle: Path, context: int | None = None) -> LoadedBundle:
 
 
 def _open(bundle: Path, context: int | None) -> LoadedBundle:
-    from llm_gemma_coreml.chat.chat import Chat
-
-    chat = Chat(bundle)
     from llm_gemma_coreml.engine.engine import Engine
 
-    return LoadedBundle(Engine.open(bundle, context=context), chat, context)
+    engine = Engine.open(bundle, context=context)
+    threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
+    try:
+        from llm_gemma_coreml.chat.chat import Chat
+
+        return LoadedBundle(engine, Chat(bundle, engine.manifest), context)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _warm_up(engine: Engine) -> None:
+    """Let the runtime prepare its functions on the engine's thread while this one reads tokenizer and template."""
+    with contextlib.suppress(GemmaCoreMLError):  # the request that follows will meet it, and tell the user
+        engine.call(lambda: engine.new_session().prefill([engine.manifest.bos_id]))
 
 
 def unload(bundle: Path) -> None:

@@ -25,8 +25,8 @@ from scripted_llm import (
 __all__ = ["empty_log", "llm_folder", "script", "scripted_bundles"]
 
 LONG = " word" * 400
-DELAY = 0.02
-SOON = 5.0
+DELAY = 0.1
+SOON = 20.0
 """Seconds: far above what stopping takes, far below what LONG takes."""
 
 
@@ -118,7 +118,7 @@ async def test_the_loop_is_never_blocked(slow: None) -> None:
     response = llm.get_async_model(BASE).prompt("endless", max_tokens=20, speculate="off")
     await response.text()
     ticking.cancel()
-    # 20 calls of 0.02 s: a blocked loop would tick at most once a call.
+    # 20 calls of 0.1 s: a blocked loop would tick at most once a call.
     assert len(gaps) > 30
 
 
@@ -132,8 +132,9 @@ async def test_two_answers_at_once(script: SetScript) -> None:
 @pytest.fixture(scope="session")
 def child_bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("child")
-    write_base_bundle(folder / "slow", [LONG, " still here"], delay=DELAY)
-    write_base_bundle(folder / "quick", [" yes"])
+    # The first reply is for the plugin's own call, which warms the model up.
+    write_base_bundle(folder / "slow", ["", LONG, " still here"], delay=DELAY)
+    write_base_bundle(folder / "quick", ["", " yes"])
     return folder
 
 
