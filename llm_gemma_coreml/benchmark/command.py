@@ -31,12 +31,17 @@ LLAMA_CPP = "llm_gemma_coreml.benchmark.llamacpp"
 @click.option("--gguf", type=click.Path(exists=True, path_type=Path), help="The model file for llama.cpp")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the figures to this file")
 @click.option("--speculation", is_flag=True, help="Speculative against plain decoding, by kind of text")
+@click.option(
+    "--texts",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder with the texts for --speculation (tests/data of the source code)",
+)
 @one_line_errors
 def bench(name: str, as_json: bool, speculation: bool, plot: Path | None, **settings: Any) -> None:
     """Measure speed and memory of the bundle NAME on this machine"""
     bundle = catalog.installed_bundle(name)
     if speculation:
-        _bench_speculation(bundle.path, as_json, plot)
+        _bench_speculation(bundle.path, settings["texts"], as_json, plot)
         return
     from llm_gemma_coreml.benchmark import report
 
@@ -83,15 +88,15 @@ def _llama_cpp(program: Path | None, model: Path | None) -> tuple[Path, Path]:
     return (program if program.is_dir() else program.parent), model
 
 
-def _bench_speculation(bundle: Path, as_json: bool, plot: Path | None) -> None:
-    from llm_gemma_coreml.engine import speculation_bench
+def _bench_speculation(bundle: Path, texts: Path | None, as_json: bool, plot: Path | None) -> None:
+    from llm_gemma_coreml.benchmark import speculation
     from llm_gemma_coreml.progress import progress_bar
 
     with progress_bar() as progress:
-        figures = speculation_bench.run(bundle, progress=progress)
+        figures = speculation.run(bundle, texts, progress=progress)
     if as_json:
         write_json(figures)
     else:
-        click.echo(speculation_bench.render(figures))
+        click.echo(speculation.render(figures))
     if plot is not None:
-        speculation_bench.draw(figures, plot)
+        speculation.draw(figures, plot)
