@@ -17,6 +17,7 @@ _WORDS: Mapping[str, bool | None] = {
     "False": False,
     "None": None,
 }
+_TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
 _MAX_DIGITS = 1000
 
 
@@ -65,8 +66,9 @@ def types_of(schema: Any) -> set[str]:
         declared = alternative.get("type")
         types.update([declared] if isinstance(declared, str) else [])
         types.update(item for item in declared if isinstance(item, str)) if isinstance(declared, (list, tuple)) else None
-        if not declared and isinstance(alternative.get("enum"), (list, tuple)):
-            types.update("string" for item in alternative["enum"] if isinstance(item, str))
+        listed = [alternative["const"]] if "const" in alternative else alternative.get("enum")
+        if not declared and isinstance(listed, (list, tuple)):
+            types.update(_TYPE_NAMES.get(type(item), "object") for item in listed)
         if alternative.get("nullable") is True:
             types.add("null")
     return {name.lower() for name in types}

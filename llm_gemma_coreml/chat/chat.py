@@ -37,7 +37,7 @@ class Chat:
     """
 
     def __init__(self, bundle_path: str | Path, manifest: Manifest | None = None) -> None:
-        folder = Path(bundle_path)
+        folder = self.folder = Path(bundle_path)
         self.manifest = manifest or load_manifest(folder)
         kind = self.manifest.template_kind
         if kind not in _KINDS:
@@ -66,6 +66,8 @@ class Chat:
         """
         require_messages(messages)
         tools = chosen_tools(tools, tool_choice)
+        for tool in tools:
+            check_schema(tool.parameters, f"The schema of tool {tool.name!r}")
         checked = None if schema is None else check_schema(schema)
         placeholders = Placeholders()
         context = self._context(placeholders, messages, tools, thinking, schema)
@@ -156,8 +158,7 @@ class Chat:
         if opening is None:
             return False
         others = {
-            self.tokenizer.find_control(name)
-            for name in ("<channel|>", "<|turn>", "<turn|>", "<|tool_call>", "<|tool_response>")
+            self.tokenizer.find_control(name) for name in ("<channel|>", "<|turn>", "<turn|>", "<|tool_call>", "<|tool_response>")
         }
         for token in reversed(ids):
             if token == opening:

@@ -34,7 +34,7 @@ def check_schema(schema: object, what: str = "The JSON schema") -> Mapping[str, 
     if not isinstance(schema, Mapping):
         raise RequestError(f"{what} is not a JSON object. Give a schema such as {{'type': 'object', ...}}.")
     try:
-        if len(json.dumps(schema)) > MAX_SCHEMA_CHARACTERS:
+        if len(json.dumps(schema, allow_nan=False)) > MAX_SCHEMA_CHARACTERS:
             raise RequestError(f"{what} is larger than {MAX_SCHEMA_CHARACTERS} characters. Simplify it.")
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{what} cannot be written as JSON ({error}).") from error

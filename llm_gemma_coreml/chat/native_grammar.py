@@ -120,7 +120,7 @@ class NativeGrammar:
         if most == 0:
             return self._add('"[" "]"')
         upper = "" if most is None or most > _MAX_COUNT else str(max(most, least, 1) - 1)
-        items = f'{item} ("," {item}){{{max(least - 1, 0)},{upper}}}'
+        items = item if upper == "0" else f'{item} ("," {item}){{{max(least - 1, 0)},{upper}}}'
         return self._add(f'"[" {items} "]"' if least else f'"[" ({items})? "]"')
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> str:

@@ -189,9 +189,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
     def _join(self, separator: str, values: Iterable[Any]) -> str:
         items = list(values)
         self._check(len(separator) * len(items))
-        return self._concatenate(
-            part for index, item in enumerate(items) for part in ((separator, item) if index else (item,))
-        )
+        return self._concatenate(part for index, item in enumerate(items) for part in ((separator, item) if index else (item,)))
 
     def _replace(self, text: Any, old: str, new: str, count: int | None = None) -> str:
         text = str(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from llm_gemma_coreml.chat.tokenizer import WORD_BOUNDARY, Tokenizer
 from llm_gemma_coreml.errors import MissingDependencyError, RequestError
 
 INSTALL_HINT = "Install it with: pip install 'llm-gemma-coreml[structured]'"
+_POSITION = re.compile(r"\bat [0-9]+\([0-9]+\): (?:failed to compile JSON schema: )?")
 MAX_GRAMMAR_CHARACTERS = 1_000_000
 
 
@@ -77,7 +79,9 @@ class GrammarConstraint:
 
     def _fail(self) -> None:
         problem = self._matcher.get_error() or "it does not allow the token"
-        raise RequestError(f"The reply cannot follow {self._what}: {_first_line(problem)}. Use a simpler one.")
+        if "NoExtension" in problem:
+            problem = "nothing satisfies it"
+        raise RequestError(f"The reply cannot follow {self._what}: {_in_one_line(problem)}. Use a simpler one.")
 
 
 class GrammarCompiler:
@@ -106,8 +110,10 @@ class GrammarCompiler:
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(trie, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"Cannot compile {what}: {_first_line(matcher.get_error())}. Simplify it.")
-        return GrammarConstraint(matcher, self._vocabulary_size, self._stop_ids, what)
+            raise RequestError(f"Cannot compile {what}: {_in_one_line(matcher.get_error())}. Simplify it.")
+        constraint = GrammarConstraint(matcher, self._vocabulary_size, self._stop_ids, what)
+        constraint.masks(())  # fails here, before anything is computed, if no reply at all satisfies the grammar
+        return constraint
 
     def _trie(self) -> Any:
         with self._lock:
@@ -152,11 +158,13 @@ def require_llguidance() -> None:
 
 def has_llguidance() -> bool:
     """True if llguidance can be imported."""
-    from importlib.util import find_spec
+    try:
+        require_llguidance()
+    except MissingDependencyError:
+        return False
+    return True
 
-    return find_spec("llguidance") is not None
 
-
-def _first_line(problem: str) -> str:
-    line = problem.strip().splitlines()[0] if problem.strip() else "unknown reason"
-    return line[:300].rstrip(". ")
+def _in_one_line(problem: str) -> str:
+    """llguidance's message without its position in the grammar, which the user has not written."""
+    return _POSITION.sub("", " ".join(problem.split()))[:300].rstrip(". ") or "unknown reason"
