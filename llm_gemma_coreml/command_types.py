@@ -44,14 +44,10 @@ class BundleName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
     name = "name"
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        return [
-            CompletionItem(bundle.name) for bundle in list_bundles() if bundle.name.startswith(incomplete)
-        ]
+        return [CompletionItem(bundle.name) for bundle in list_bundles() if bundle.name.startswith(incomplete)]
 
 
 class Counts(click.ParamType):  # type: ignore[type-arg, unused-ignore]
@@ -59,9 +55,7 @@ class Counts(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
     name = "n,n,..."
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:

@@ -33,9 +33,7 @@ def gemma_coreml() -> None:
 @click.option("--widths", type=Counts(), default="1,2,4,8,128", show_default=True, help="Rows per call")
 @click.option("--report", is_flag=True, help="Compare the quantised model with the source; takes longer")
 @one_line_errors
-def convert(
-    source: Path, name: str | None, bits: str | None, contexts: Any, widths: Any, report: bool
-) -> None:
+def convert(source: Path, name: str | None, bits: str | None, contexts: Any, widths: Any, report: bool) -> None:
     """Convert a GGUF file or a safetensors directory SOURCE to a bundle"""
     if name is not None:
         check_name(name)
@@ -150,11 +148,11 @@ def verify(name: str, full: bool, as_json: bool) -> None:
     Exit code 1 if a check fails.
     """
     bundle = catalog.installed_bundle(name)
-    from llm_gemma_coreml.engine import gates
+    from llm_gemma_coreml.engine.gates import run_gates
     from llm_gemma_coreml.progress import progress_bar
 
     with progress_bar() as progress:
-        report = gates.run_gates(bundle.path, full=full, progress=progress)
+        report = run_gates(bundle.path, full=full, progress=progress)
     if as_json:
         write_json(report.as_dict())
     else:

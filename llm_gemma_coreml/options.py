@@ -22,9 +22,7 @@ class GemmaOptions(llm.Options):
         le=10,
         default=None,
     )
-    top_k: int | None = Field(
-        description="Draw only from this many of the most likely tokens", ge=1, default=None
-    )
+    top_k: int | None = Field(description="Draw only from this many of the most likely tokens", ge=1, default=None)
     top_p: float | None = Field(
         description="Draw only from the most likely tokens that together have this probability",
         gt=0,
@@ -46,10 +44,10 @@ class GemmaOptions(llm.Options):
         lt=2**63,
         default=None,
     )
-    max_tokens: int | None = Field(description="End the output after this many tokens", ge=1, default=None)
-    stop: str | list[str] | None = Field(
-        description="End the output before this text; several as a JSON list", default=None
+    max_tokens: int | None = Field(
+        description="End the output after this many tokens; base models, which do not know when to end: 1024", ge=1, default=None
     )
+    stop: str | list[str] | None = Field(description="End the output before this text; several as a JSON list", default=None)
     context: int | None = Field(
         description="Hold at most this many tokens, to cap the memory; default: all that the bundle offers",
         ge=1,
@@ -116,9 +114,7 @@ def sampling_parameters(options: GemmaOptions, defaults: Mapping[str, float]) ->
     if temperature is None:
         temperature = float(defaults.get("temperature", 0.0))
     if temperature == 0:
-        return SamplingParameters(
-            temperature=0.0, repetition_penalty=options.repetition_penalty, seed=options.seed
-        )
+        return SamplingParameters(temperature=0.0, repetition_penalty=options.repetition_penalty, seed=options.seed)
     top_k = options.top_k if options.top_k is not None else defaults.get("top_k")
     top_p = options.top_p if options.top_p is not None else defaults.get("top_p")
     return SamplingParameters(

@@ -77,9 +77,7 @@ class AsyncGemmaModel(_Shared, llm.AsyncModel):
 
     Options = GemmaOptions  # type: ignore[assignment]
 
-    async def execute(
-        self, prompt: Any, stream: bool, response: Any, conversation: Any = None
-    ) -> AsyncGenerator[Reply, None]:
+    async def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any = None) -> AsyncGenerator[Reply, None]:
         with _errors_for_llm():
             turn = await asyncio.to_thread(self._prepare, prompt, conversation)
             tokens = turn.engine.agenerate(turn.request)

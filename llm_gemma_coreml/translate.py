@@ -52,9 +52,7 @@ def _translate_message(message: Any) -> Iterator[Message]:
     yield from results
     if message.role == "tool" and not texts:
         return
-    yield Message(
-        _role(message.role), text="".join(texts), reasoning="".join(reasoning), tool_calls=tuple(calls)
-    )
+    yield Message(_role(message.role), text="".join(texts), reasoning="".join(reasoning), tool_calls=tuple(calls))
 
 
 def _role(role: str) -> Any:
@@ -67,8 +65,7 @@ def _tool_result(part: Any) -> Message:
     """A failed tool is told to the model as an error: llm puts the exception beside the output."""
     if part.attachments:
         raise RequestError(
-            f"The tool {part.name} returned an attachment, but this model reads text only: "
-            "let the tool return text."
+            f"The tool {part.name} returned an attachment, but this model reads text only: let the tool return text."
         )
     return Message(
         "tool",
@@ -83,11 +80,7 @@ def neutral_tools(prompt: llm.Prompt) -> list[Tool]:
     """The functions that the model may call."""
     import llm
 
-    return [
-        Tool(tool.name, tool.description or "", tool.input_schema)
-        for tool in prompt.tools
-        if isinstance(tool, llm.Tool)
-    ]
+    return [Tool(tool.name, tool.description or "", tool.input_schema) for tool in prompt.tools if isinstance(tool, llm.Tool)]
 
 
 def wanted_schema(prompt: llm.Prompt, conversation: Any) -> dict[Any, Any] | None:

@@ -36,9 +36,7 @@ def write_entry_point(folder: Path) -> None:
 def run_once(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
     """(wall clock, processor) milliseconds of one run."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "llm", *command], env=environment, check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([sys.executable, "-m", "llm", *command], env=environment, check=True, stdout=subprocess.DEVNULL)
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     return wall * 1000, processor * 1000
@@ -72,9 +70,7 @@ def measure(command: list[str], pairs: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="*", default=["--version"])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--limit", type=float, default=50.0)

@@ -84,9 +84,7 @@ def test_an_unreadable_bundle_breaks_no_other_command(user_folder: Path) -> None
 def test_models_lists_bundles_and_what_could_be_one(user_folder: Path) -> None:
     fake_bundle(user_folder, "gemma-3-one")
     facts = json.loads(run_llm("gemma-coreml", "models", "--json").stdout)
-    assert [(bundle["name"], bundle["bytes"], bundle["aliases"]) for bundle in facts] == [
-        ("gemma-3-one", 2_000_000, [])
-    ]
+    assert [(bundle["name"], bundle["bytes"], bundle["aliases"]) for bundle in facts] == [("gemma-3-one", 2_000_000, [])]
     text = run_llm("gemma-coreml", "models").stdout
     assert "coreml/gemma-3-one: 2 MB" in text
     assert "pip install 'llm-gemma-coreml[quickstart]'" in text

@@ -28,9 +28,7 @@ def seen(prompt: Any) -> list[tuple[str, str]]:
 
 
 def test_single_prompt_with_system_and_fragments(model: GemmaModel) -> None:
-    prompt = llm.Prompt(
-        "Question", model, system="Be brief", fragments=["One", "Two"], system_fragments=["Rules"]
-    )
+    prompt = llm.Prompt("Question", model, system="Be brief", fragments=["One", "Two"], system_fragments=["Rules"])
     assert seen(prompt) == [("system", "Rules\n\nBe brief"), ("user", "One\nTwo\nQuestion")]
 
 
@@ -132,9 +130,7 @@ def test_events_become_stream_events() -> None:
         ("tool_call_args", '{"a": 1}'),
     ]
     assert {part.tool_call_id for part in parts[2:]} == {"id1"}
-    assert [(call.name, call.arguments, call.tool_call_id) for call in noted.calls] == [
-        ("add", {"a": 1}, "id1")
-    ]
+    assert [(call.name, call.arguments, call.tool_call_id) for call in noted.calls] == [("add", {"a": 1}, "id1")]
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,7 @@ class LlamaCpp:
         """Library, model and context, and one token to touch the weights."""
         start = time.perf_counter()
         self._library = library = open_library(self._directory)
-        self._model = library.llama_model_load_from_file(
-            str(self._model_path).encode(), library.llama_model_default_params()
-        )
+        self._model = library.llama_model_load_from_file(str(self._model_path).encode(), library.llama_model_default_params())
         if not self._model:
             raise BenchmarkError(f"llama.cpp cannot load {self._model_path}.")
         parameters = context_parameters(library, self._context_tokens)

@@ -19,9 +19,7 @@ def ratios(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         },
         "load": round(other["load_seconds"] / ours["load_seconds"], 2),
         "memory": {
-            kind: round(size / other["memory"][kind], 2)
-            for kind, size in ours["memory"].items()
-            if kind in other["memory"]
+            kind: round(size / other["memory"][kind], 2) for kind, size in ours["memory"].items() if kind in other["memory"]
         },
     }
 

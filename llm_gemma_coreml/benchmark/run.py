@@ -62,9 +62,7 @@ def measure(sides: dict[str, Side], plan: Plan, progress: Progress | None = None
                     times = sides[name].calls(rows, plan.calls)[1:]
                     samples[name].setdefault((depth, rows), []).extend(times)
                     counter.add(1)
-    figures = {
-        name: _figures(loads[name], samples[name], plan, side.memory()) for name, side in sides.items()
-    }
+    figures = {name: _figures(loads[name], samples[name], plan, side.memory()) for name, side in sides.items()}
     return {"machine": describe_machine(), "threads": plan.threads, "sides": figures}
 
 
@@ -72,16 +70,11 @@ def _alternated(order: Sequence[str], repeat: int) -> list[str]:
     return list(order) if repeat % 2 == 0 else list(reversed(order))
 
 
-def _figures(
-    load: float, samples: dict[Any, list[float]], plan: Plan, memory: dict[str, int]
-) -> dict[str, Any]:
+def _figures(load: float, samples: dict[Any, list[float]], plan: Plan, memory: dict[str, int]) -> dict[str, Any]:
     """Medians. `prefill`: tokens per second by length; `decode`: tokens per second, one row, by depth;
     `calls`: milliseconds by depth and rows; `spread`: half the range between the quartiles of `calls`, as a
     fraction of the median."""
-    calls = {
-        depth: {rows: statistics.median(samples[depth, rows]) * 1000 for rows in plan.rows}
-        for depth in plan.depths
-    }
+    calls = {depth: {rows: statistics.median(samples[depth, rows]) * 1000 for rows in plan.rows} for depth in plan.depths}
     return {
         "load_seconds": round(load, 3),
         "prefill": {n: round(n / statistics.median(samples["prefill", n]), 1) for n in plan.prefills},

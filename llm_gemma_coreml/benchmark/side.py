@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,9 +37,7 @@ class Side(Protocol):
 
 def random_tokens(position: int, count: int, vocabulary: int) -> list[int]:
     """Ids for `count` positions from `position` on: scattered over the vocabulary, the same on every side."""
-    return [
-        500 + (at * 2654435761 + 20240229) % (vocabulary - 1000) for at in range(position, position + count)
-    ]
+    return [500 + (at * 2654435761 + 20240229) % (vocabulary - 1000) for at in range(position, position + count)]
 
 
 def process_memory() -> dict[str, int]:
@@ -108,8 +107,11 @@ class SideProcess:
     def _last_words(self) -> str:
         assert self._process is not None
         _, errors = self._process.communicate()
+        code = self._process.returncode
+        if code < 0:
+            return f"signal {-code} ({signal.strsignal(-code)})"
         lines = [line for line in errors.splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {self._process.returncode}"
+        return lines[-1] if lines else f"exit code {code}"
 
     def load(self) -> float:
         return float(self._ask("load"))

@@ -83,7 +83,7 @@ def _copy(text: str) -> Case:
 def _quotation(document: str, entry: dict[str, str]) -> Case:
     return Case(
         "quotation",
-        f"{document}\n\nQuestion: {entry['question']}\nThe document answers this in its own words: \"{entry['quote']}",
+        f'{document}\n\nQuestion: {entry["question"]}\nThe document answers this in its own words: "{entry["quote"]}',
     )
 
 
