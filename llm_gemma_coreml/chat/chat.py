@@ -28,6 +28,12 @@ _STOP_NAMES = {
     "gemma3": ("<eos>", "<end_of_turn>"),
     "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
 }
+_CHANNEL_ENDS = ("<channel|>", "<|turn>", "<turn|>", "<|tool_call>", "<|tool_response>")
+_NEEDED = {
+    "transcript": ("<bos>", "<eos>"),
+    "gemma3": ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+    "gemma4": ("<bos>", "<eos>", *_CHANNEL_ENDS, "<|channel>", "<tool_call|>", '<|"|>'),
+}
 
 
 class Chat:
@@ -44,6 +50,8 @@ class Chat:
             raise BundleError(f"{folder}: unknown template kind {kind!r}. Use a newer version of this package.")
         self.kind = kind
         self.tokenizer = Tokenizer(folder / self.manifest.tokenizer)
+        for name in _NEEDED[kind]:
+            self.tokenizer.control_id(name)
         self._template = ChatTemplate.read(folder / self.manifest.chat_template, self.tokenizer)
         names = _STOP_NAMES[kind]
         found = {token for name in names if (token := self.tokenizer.find_control(name)) is not None}
@@ -64,16 +72,11 @@ class Chat:
         tool_choice: "auto", "any" (some tool must be called), "none", or the name of a tool that must be called.
         schema: a JSON schema that the reply must satisfy. Raises RequestError for what cannot be asked.
         """
-        require_messages(messages)
         tools = chosen_tools(tools, tool_choice)
         for tool in tools:
             check_schema(tool.parameters, f"The schema of tool {tool.name!r}")
         checked = None if schema is None else check_schema(schema)
-        placeholders = Placeholders()
-        context = self._context(placeholders, messages, tools, thinking, schema)
-        ids = self._template.token_ids(placeholders, context)
-        if self.kind == "gemma4":
-            ids = gemma4.open_model_turn(ids, self.tokenizer)
+        ids = self._token_ids(messages, tools, thinking, schema)
         in_reasoning = self._ends_in_reasoning(ids)
         must_call = tool_choice not in ("auto", "none")
         return Prompt(
@@ -101,7 +104,7 @@ class Chat:
 
     def count_tokens(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> int:
         """Tokens of the prompt for these messages, tool declarations and `<bos>` included."""
-        return len(self.prompt(messages, tools=tools).token_ids)
+        return len(self._token_ids(messages, chosen_tools(tools, "auto"), thinking=False, schema=None))
 
     def reply_parser(self, prompt: Prompt, stop: Sequence[str] = ()) -> ReplyParser:
         """A parser for the reply to `prompt`; stop: strings that end the visible text."""
@@ -118,6 +121,13 @@ class Chat:
             return parser.stopped
 
         return check
+
+    def _token_ids(self, messages: Sequence[Message], tools: Sequence[Tool], thinking: bool, schema: object | None) -> list[int]:
+        require_messages(messages)
+        placeholders = Placeholders()
+        context = self._context(placeholders, messages, tools, thinking, schema)
+        ids = self._template.token_ids(placeholders, context)
+        return gemma4.open_model_turn(ids, self.tokenizer) if self.kind == "gemma4" else ids
 
     def _constraint(
         self,
@@ -154,15 +164,9 @@ class Chat:
         return {"bos_token": "<bos>", "eos_token": "<eos>", **context}
 
     def _ends_in_reasoning(self, ids: Sequence[int]) -> bool:
-        opening = self.tokenizer.find_control("<|channel>")
-        if opening is None:
+        """Whether the last channel that the prompt opens in its last turn is still open."""
+        if self.kind != "gemma4":
             return False
-        others = {
-            self.tokenizer.find_control(name) for name in ("<channel|>", "<|turn>", "<turn|>", "<|tool_call>", "<|tool_response>")
-        }
-        for token in reversed(ids):
-            if token == opening:
-                return True
-            if token in others:
-                return False
-        return False
+        opening = self.tokenizer.control_id("<|channel>")
+        others = {self.tokenizer.control_id(name) for name in _CHANNEL_ENDS}
+        return next((token == opening for token in reversed(ids) if token == opening or token in others), False)

@@ -58,15 +58,10 @@ class _Flattener:
         reference = schema.get("$ref")
         if isinstance(reference, str):
             return self._inline(reference, schema, depth)
-        merged, nullable, others = self._reduce(schema)
-        if merged is not schema:
-            flat = self.flatten(merged, depth + 1)
-            flat.update({"nullable": True} if nullable else {})
-        else:
-            flat = self._plain(schema, nullable, depth)
-        if others:
-            _describe(flat, "or " + " or ".join(others))
-        return flat
+        if isinstance(schema.get("allOf"), (list, tuple)):
+            return self._all_of(schema, depth)
+        union = next((key for key in ("anyOf", "oneOf") if isinstance(schema.get(key), (list, tuple)) and schema[key]), None)
+        return self._plain(schema, depth) if union is None else self._union(schema, union, depth)
 
     def _inline(self, reference: str, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         if reference in self._open:  # a recursive type: cut here
@@ -84,43 +79,46 @@ class _Flattener:
             raise RequestError(f"The schema of tool {self._name!r} refers to {reference!r}, which is no schema.")
         return target
 
-    def _reduce(self, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool, list[str]]:
-        """One alternative of a union: (schema without the union, null allowed, names of the other types)."""
-        if isinstance(schema.get("allOf"), (list, tuple)):
-            merged = {key: value for key, value in schema.items() if key != "allOf"}
-            for part in schema["allOf"]:
-                merged = _merge(self._resolved(part), merged)
-            return merged, False, []
-        for keyword in ("anyOf", "oneOf"):
-            if isinstance(schema.get(keyword), (list, tuple)) and schema[keyword]:
-                rest = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
-                choices = [choice for choice in schema[keyword] if not _is_null(choice)]
-                nullable = len(choices) < len(schema[keyword])
-                chosen = self._resolved(choices[0]) if choices else {"type": "null"}
-                others = [str(o["type"]) for o in map(self._resolved, choices[1:]) if isinstance(o.get("type"), str)]
-                return (
-                    {**chosen, **rest},
-                    nullable,
-                    list(dict.fromkeys(o for o in others if o != chosen.get("type"))),
-                )
-        return schema, False, []
+    def _all_of(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        merged: Mapping[str, Any] = {key: value for key, value in schema.items() if key != "allOf"}
+        opened: list[str] = []
+        for part in schema["allOf"]:
+            reference = part.get("$ref") if isinstance(part, Mapping) else None
+            if isinstance(reference, str) and reference not in self._open:
+                opened.append(reference)
+                merged = _merge(self._target(reference), merged)
+            elif isinstance(part, Mapping) and reference is None:
+                merged = _merge(part, merged)
+        self._open += opened
+        try:
+            return self.flatten(merged, depth + 1)
+        finally:
+            del self._open[len(self._open) - len(opened) :]
 
-    def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        """The schema with the reference at its top, if it has one, followed."""
-        for _ in range(_MAX_DEPTH):
-            if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
-                break
-            if schema["$ref"] in self._open:
-                return {"type": "object"}
-            schema = {**self._target(schema["$ref"]), **{k: v for k, v in schema.items() if k != "$ref"}}
-        return schema if isinstance(schema, Mapping) else {}
+    def _union(self, schema: Mapping[str, Any], keyword: str, depth: int) -> dict[str, Any]:
+        """The first alternative that is not null; the types of the others are said in the description."""
+        rest = {key: value for key, value in schema.items() if key not in ("anyOf", "oneOf")}
+        choices = [choice for choice in schema[keyword] if isinstance(choice, Mapping) and not _is_null(choice)]
+        flat = self.flatten({**(choices[0] if choices else {"type": "null"}), **rest}, depth + 1)
+        if any(_is_null(choice) for choice in schema[keyword]):
+            flat["nullable"] = True
+        others = [self._type_name(choice) for choice in choices[1:]]
+        named = [name for name in dict.fromkeys(others) if name and name != flat["type"]]
+        if named:
+            _describe(flat, "or " + " or ".join(named))
+        return flat
 
-    def _plain(self, schema: Mapping[str, Any], nullable: bool, depth: int) -> dict[str, Any]:
+    def _type_name(self, schema: Mapping[str, Any]) -> str | None:
+        reference = schema.get("$ref")
+        declared = (self._target(reference) if isinstance(reference, str) else schema).get("type")
+        return declared if isinstance(declared, str) else None
+
+    def _plain(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         kind, may_be_null, other_types = _single_type(schema)
         flat: dict[str, Any] = {"type": kind}
         if isinstance(schema.get("description"), str) and schema["description"].strip():
             flat["description"] = schema["description"].strip()
-        if nullable or may_be_null or schema.get("nullable") is True:
+        if may_be_null or schema.get("nullable") is True:
             flat["nullable"] = True
         if other_types:
             _describe(flat, "or " + " or ".join(other_types))
