@@ -8,6 +8,9 @@ from typing import Any
 
 from llm_gemma_coreml.errors import MissingDependencyError
 
+BUSY = 0.5
+"""Load average before the measurement above which its times are not those of an idle machine."""
+
 
 def ratios(ours: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """How many times faster `ours` is (above 1: faster), and how many times its memory (below 1: less)."""
@@ -28,6 +31,8 @@ def render(report: dict[str, Any]) -> str:
     """The report as a table: one column per side, and the ratio if there are two."""
     machine = report["machine"]
     lines = [f"{machine['processor']}, {machine['cores']} cores, {report['threads']} threads; medians"]
+    if machine["load_average"] > BUSY:
+        lines.append(f"The machine was busy (load average {machine['load_average']}): trust the ratios at most.")
     names = list(report["sides"])
     width = max(14, *map(len, names)) + 2
     heads = [*names, "ratio"] if len(names) == 2 else names

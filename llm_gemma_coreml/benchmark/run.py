@@ -43,6 +43,7 @@ Samples = dict[str, dict[Any, list[float]]]
 
 def measure(sides: dict[str, Side], plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
     """Run the plan on all sides; see `_figures` for the form of the answer, which is ready for JSON."""
+    machine = describe_machine()
     counter = _Counter(plan.steps() * len(sides), progress)
     loads = {name: side.load() for name, side in sides.items()}
     samples: Samples = {name: {} for name in sides}
@@ -63,7 +64,7 @@ def measure(sides: dict[str, Side], plan: Plan, progress: Progress | None = None
                     samples[name].setdefault((depth, rows), []).extend(times)
                     counter.add(1)
     figures = {name: _figures(loads[name], samples[name], plan, side.memory()) for name, side in sides.items()}
-    return {"machine": describe_machine(), "threads": plan.threads, "sides": figures}
+    return {"machine": machine, "threads": plan.threads, "sides": figures}
 
 
 def _alternated(order: Sequence[str], repeat: int) -> list[str]:
@@ -103,11 +104,12 @@ class _Counter:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures are measured on, and how busy it is with other things (processes of the last minute)."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             model = next((line.split(":", 1)[1].strip() for line in file if "model name" in line), model)
     except OSError:
         pass
-    return {"system": platform.system(), "processor": model, "cores": os.cpu_count()}
+    load = round(os.getloadavg()[0], 2)
+    return {"system": platform.system(), "processor": model, "cores": os.cpu_count(), "load_average": load}
