@@ -49,9 +49,7 @@ def test_gemma4_plain() -> None:
 def test_gemma4_system_and_thinking() -> None:
     system = Message("system", " Be kind ")
     assert gemma4([system, USER]).startswith("<bos><|turn>system\nBe kind<turn|>\n<|turn>user\n")
-    assert gemma4([USER], thinking=True) == (
-        "<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n"
-    )
+    assert gemma4([USER], thinking=True) == ("<bos><|turn>system\n<|think|>\n<turn|>\n<|turn>user\nHi<turn|>\n<|turn>model\n")
     assert "<|think|>\nBe kind<turn|>" in gemma4([system, USER], thinking=True)
     assert "<|turn>system\nA\n\nB<turn|>" in gemma4([Message("system", "A"), Message("system", "B"), USER])
 
@@ -227,3 +225,18 @@ def test_requests_that_cannot_be_met() -> None:
 def test_count_tokens() -> None:
     assert chat("gemma3").count_tokens([USER]) == len(chat("gemma3").prompt([USER]).token_ids)
     assert chat("gemma4").count_tokens([USER], tools=[WEATHER]) > chat("gemma4").count_tokens([USER])
+
+
+def test_bundles_that_do_not_fit_their_kind() -> None:
+    from types import SimpleNamespace
+    from typing import cast
+
+    from llm_gemma_coreml.bundle.manifest import Manifest
+    from llm_gemma_coreml.chat.chat import Chat
+    from llm_gemma_coreml.errors import BundleError
+
+    good = chat("gemma3")
+    for kind, named in (("gemma4", r"<channel\|>"), ("gemma9", "gemma9")):
+        manifest = SimpleNamespace(**{**vars(good.manifest), "template_kind": kind})
+        with pytest.raises(BundleError, match=named):
+            Chat(good.folder, cast(Manifest, manifest))

@@ -420,3 +420,15 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDependencyError, match=r"structured"):
         fresh.prompt(USER, tools=TOOLS, tool_choice="any")
     assert fresh.prompt(USER, tools=TOOLS).constraint is None
+
+
+def test_a_model_with_more_logits_than_pieces() -> None:
+    """Some checkpoints pad their vocabulary: the columns beyond the tokenizer's are never allowed."""
+    from llm_gemma_coreml.chat.structured import GrammarCompiler
+
+    made = GrammarCompiler(gemma3_tokenizer(), 262208, frozenset({1, 106})).constraint("start: /(.|\\n)*/", "it")
+    mask = made.masks([])[0]
+    assert mask is not None
+    assert mask.shape == (262208,)
+    assert mask[:262144].sum() > 200_000
+    assert not mask[262144:].any()

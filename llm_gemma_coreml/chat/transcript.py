@@ -42,7 +42,7 @@ _EXAMPLES: tuple[Line, ...] = (
 _EXAMPLE_TOOLS = {
     "add": "add(a: integer, b: integer): Add two numbers.",
     "get_time": "get_time(city: string): Get the time in a city.",
-    "count_letters": "count_letters(text: string): Count the letters of a text.",
+    "get_stock": "get_stock(company: string): Get the price of a share.",
 }
 _TOOL_EXAMPLES: tuple[tuple[str, tuple[Line, ...]], ...] = (
     ("", (("user", "Hi!"), ("assistant", "Hello! How can I help you?"))),
@@ -68,12 +68,12 @@ _TOOL_EXAMPLES: tuple[tuple[str, tuple[Line, ...]], ...] = (
     ("", (("user", "Who painted the Mona Lisa?"), ("assistant", "Leonardo da Vinci."))),
     ("", (("user", "Translate to Spanish: good morning"), ("assistant", "Buenos días."))),
     (
-        "count_letters",
+        "get_stock",
         (
-            ("user", 'How many letters are in "banana"?'),
-            ("call", '{"name": "count_letters", "arguments": {"text": "banana"}}'),
-            ("result", "6"),
-            ("assistant", 'There are 6 letters in "banana".'),
+            ("user", "How is the Acme share today?"),
+            ("call", '{"name": "get_stock", "arguments": {"company": "Acme"}}'),
+            ("result", "up, 12 dollars"),
+            ("assistant", "The Acme share is up, at 12 dollars."),
         ),
     ),
     ("", (("user", "Thanks!"), ("assistant", "You are welcome."))),
