@@ -21,12 +21,13 @@ MAX_GRAMMAR_CHARACTERS = 1_000_000
 class GrammarConstraint:
     """One reply's grammar and how far the reply has come in it; an `engine.request.TokenConstraint`."""
 
-    def __init__(self, matcher: Any, vocabulary_size: int, stop_ids: Sequence[int], what: str) -> None:
+    def __init__(self, matcher: Any, pieces: int, vocabulary_size: int, stop_ids: Sequence[int], what: str) -> None:
         self._matcher = matcher
         self._stop_ids = tuple(stop_ids)
         self._vocabulary_size = vocabulary_size
         self._what = what
-        self._bits = np.zeros((1, (vocabulary_size + 31) // 32), dtype=np.int32)
+        self._bits = np.zeros((1, (pieces + 31) // 32), dtype=np.int32)
+        self._pieces = min(pieces, vocabulary_size)
 
     def masks(self, drafts: Sequence[int]) -> list[NDArray[np.bool_] | None]:
         """len(drafts) + 1 rows of [vocabulary]: what may come next, and after each draft."""
@@ -74,8 +75,10 @@ class GrammarConstraint:
         fill_next_token_bitmask(self._matcher, self._bits, 0)
         if self._matcher.is_error():
             self._fail()
-        bits = np.unpackbits(self._bits[0].view(np.uint8), bitorder="little")
-        return bits[: self._vocabulary_size].view(np.bool_)
+        bits = np.unpackbits(self._bits[0].view(np.uint8), count=self._pieces, bitorder="little")
+        if self._pieces < self._vocabulary_size:  # columns without a piece
+            bits = np.pad(bits, (0, self._vocabulary_size - self._pieces))
+        return bits.view(np.bool_)
 
     def _fail(self) -> None:
         problem = self._matcher.get_error() or "it does not allow the token"
@@ -92,7 +95,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocabulary_size: int, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary_size = max(vocabulary_size, tokenizer.vocabulary_size)
+        self._vocabulary_size = vocabulary_size
         self._stop_ids = sorted(stop_ids)
         self._lock = threading.Lock()
         self._built: Any = None
@@ -111,7 +114,7 @@ class GrammarCompiler:
         matcher = LLMatcher(trie, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"Cannot compile {what}: {_in_one_line(matcher.get_error())}. Simplify it.")
-        constraint = GrammarConstraint(matcher, self._vocabulary_size, self._stop_ids, what)
+        constraint = GrammarConstraint(matcher, trie.vocab_size, self._vocabulary_size, self._stop_ids, what)
         constraint.masks(())  # fails here, before anything is computed, if no reply at all satisfies the grammar
         return constraint
 
@@ -122,7 +125,7 @@ class GrammarCompiler:
                 from llguidance import LLTokenizer, TokenizerWrapper
 
                 pieces = TokenizerWrapper(_Pieces(self._tokenizer, self._stop_ids[0]))
-                self._built = LLTokenizer(pieces, n_vocab=self._vocabulary_size, eos_token=self._stop_ids)
+                self._built = LLTokenizer(pieces, eos_token=self._stop_ids)
             return self._built
 
 
