@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llm_gemma_coreml import loaded, translate
 from llm_gemma_coreml.chat.messages import TextEvent, ToolCallEvent, WarningEvent
 from llm_gemma_coreml.engine.request import GenerationRequest, GenerationStatistics
-from llm_gemma_coreml.errors import RequestError
+from llm_gemma_coreml.errors import ContextOverflowError, RequestError
 from llm_gemma_coreml.options import GemmaOptions, sampling_parameters, speculation
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
     """
     options = prompt.options
     assert isinstance(options, GemmaOptions)
-    opened = loaded.load(bundle, options.context)
+    opened = loaded.load(bundle)
     manifest = opened.chat.manifest
     schema = translate.wanted_schema(prompt, conversation)
     tools = translate.neutral_tools(prompt)
@@ -105,14 +105,10 @@ def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
         schema=schema,
     )
     stops = options.stop if isinstance(options.stop, list) else []
-    max_tokens = options.max_tokens
-    room = opened.engine.context - len(rendered.token_ids)
-    if max_tokens is None and manifest.template_kind == "transcript" and room > TRANSCRIPT_MAX_TOKENS:
-        max_tokens = TRANSCRIPT_MAX_TOKENS
     parser = opened.chat.reply_parser(rendered, stop=stops)
     request = GenerationRequest(
         token_ids=rendered.token_ids,
-        max_tokens=max_tokens,
+        max_tokens=_max_tokens(options, opened, len(rendered.token_ids)),
         stop_ids=rendered.stop_ids,
         sampling=sampling_parameters(options, manifest.sampling_defaults),
         speculate=speculation(options),
@@ -120,3 +116,22 @@ def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
         stop_check=opened.chat.stop_check(rendered, stop=stops),
     )
     return Turn(opened.engine, request, manifest.name, parser, schema)
+
+
+def _max_tokens(options: GemmaOptions, opened: loaded.LoadedBundle, prompt_tokens: int) -> int | None:
+    """How many tokens the answer may have; None: to the end of the bundle's context.
+
+    The option `context` caps each conversation by itself, so that one engine serves conversations of any cap: K/V
+    memory is taken by the tokens that a conversation has, not by those that it could have.
+    """
+    limit = opened.engine.context
+    context = limit if options.context is None else options.context
+    if context > limit:
+        name = opened.chat.manifest.name
+        raise RequestError(f"context is {context}, but {name} has contexts from 1 to {limit} tokens.")
+    wanted = options.max_tokens
+    if prompt_tokens + (wanted or 1) > context:
+        raise ContextOverflowError(prompt_tokens, wanted or 0, context)
+    if wanted is None and opened.chat.kind == "transcript":
+        return min(TRANSCRIPT_MAX_TOKENS, context - prompt_tokens)
+    return context - prompt_tokens if wanted is None and options.context is not None else wanted

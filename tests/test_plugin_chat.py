@@ -119,6 +119,7 @@ def test_usage_resolved_model_and_details(script: SetScript) -> None:
         ({"speculate": "off"}, "one two three four"),
         ({"speculate": 4}, "one two three four"),
         ({"context": 1024}, "one two three four"),
+        ({"context": 300, "max_tokens": 3}, "one two three"),
     ],
 )
 def test_options(script: SetScript, options: dict[str, object], answer: str) -> None:
@@ -141,6 +142,8 @@ def test_saved_options_are_honoured(script: SetScript) -> None:
         (["-o", "thinking", "on"], "thinking"),
         (["-o", "context", "100000"], "context is 100000"),
         (["-o", "max_tokens", "8192"], "context holds 8192"),
+        (["-o", "context", "20"], "context holds 20"),
+        (["-o", "context", "200", "-o", "max_tokens", "190"], "context holds 200"),
         (["-a", __file__], "attachments"),
     ],
 )
@@ -220,3 +223,20 @@ def test_verify_and_info_do_not_need_the_plugin(script: SetScript) -> None:
     result = run_llm("gemma-coreml", "info", "base")
     assert result.exit_code in (0, 1)
     assert "Traceback" not in result.output
+
+
+def test_context_caps_an_answer(script: SetScript) -> None:
+    script(("Count", " one" * 500))
+    response = llm.get_model(BASE).prompt("Count", context=200)
+    response.text()
+    assert response.input_tokens + response.output_tokens == 200
+    assert response.usage().details["finish_reason"] == "length"
+
+
+def test_the_same_engine_serves_other_caps(script: SetScript) -> None:
+    from llm_gemma_coreml import loaded
+
+    script(("Say", " it"))
+    for context in (None, 256, 512):
+        assert llm.get_model(BASE).prompt("Say", context=context).text() == "it"
+    assert len([bundle for bundle in loaded._loaded.values() if bundle.chat.manifest.name == "base"]) == 1
