@@ -71,7 +71,7 @@ def _measure(engine: Engine, case: Case, ids: tuple[int, ...], repeats: int, max
         "degenerate": is_loop(plain_tokens),
         "drafted": drafted,
         "accepted": accepted,
-        "tokens_per_round": round((len(drafted_tokens) - 1) / max(statistics.rounds, 1), 3),
+        "tokens_per_round": round(max(len(drafted_tokens) - 1, 0) / max(statistics.rounds, 1), 3),
         "plain_tokens_per_second": round(median(plain for plain, _ in pairs), 2),
         "tokens_per_second": round(median(drafting for _, drafting in pairs), 2),
         "speedups": [round(drafting / plain, 3) for plain, drafting in pairs if plain],
@@ -112,7 +112,7 @@ def _by_kind(results: Sequence[Figures]) -> dict[str, Figures]:
             chosen = [r for r in results if r["kind"] == kind and degenerate == (r["degenerate"] or r["output_tokens"] < 16)]
             if chosen:
                 name = f"{kind}, degenerate" if degenerate else kind
-                kinds[name] = _together(chosen) | {"label": KINDS[kind] + (" (loops)" if degenerate else "")}
+                kinds[name] = _together(chosen) | {"label": KINDS[kind] + (" (degenerate)" if degenerate else "")}
     return kinds
 
 

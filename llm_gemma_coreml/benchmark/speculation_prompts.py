@@ -109,4 +109,6 @@ def _extraction(orders: str, fields: tuple[str, str]) -> Case:
     found = json.loads(orders)
     flat = [{**entry["customer"], **entry} for entry in found]
     lines = [json.dumps({field: entry[field] for field in fields}) for entry in flat]
-    return Case("json", f"{orders}\nOnly {fields[0]} and {fields[1]} of each order, one JSON object a line:\n{lines[0]}\n")
+    start = lines[1][: lines[1].index(":") + 1]
+    question = f"Only {fields[0]} and {fields[1]} of each order, one JSON object a line:"
+    return Case("json", f"{orders}\n{question}\n{lines[0]}\n{start}")

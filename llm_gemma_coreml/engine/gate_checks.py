@@ -252,9 +252,7 @@ def sampled_equals_plain(subject: Subject) -> GateResult:
     base = filled(runner, prompt[:-1])
     for number, temperature in enumerate(subject.tokens(1, 3) * [0.3, 1.0, 2.0]):
         top_k, top_p, penalty = (64, 0.95, 1.1) if number % 2 else (None, None, None)
-        sampling = SamplingParameters(
-            temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty, seed=1000 + number
-        )
+        sampling = SamplingParameters(temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty, seed=1000 + number)
         expected = plain(base.fork(), prompt[-1], count, sampling)
         drafters = adversaries(len(prompt), expected.tokens, subject.vocabulary_size)
         for factory in [drafters[2], PromptLookupFactory()]:

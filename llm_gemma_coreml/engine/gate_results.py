@@ -72,9 +72,7 @@ class GateReport:
         for result in self.results:
             margin = "" if result.smallest_margin is None else f"{result.smallest_margin:.5f}"
             verdict = "pass" if result.passed else "FAIL"
-            lines.append(
-                f"{result.name:<42} {result.tokens_compared:>9} {result.mismatches:>11} {margin:>16}  {verdict}"
-            )
+            lines.append(f"{result.name:<42} {result.tokens_compared:>9} {result.mismatches:>11} {margin:>16}  {verdict}")
             if result.detail:
                 lines.append(f"    {result.detail}")
         lines.append(f"{'All gates pass' if self.passed else 'A gate FAILS'} on the runtime {self.runtime!r}.")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 GRAMMAR = "grammar"
 """Name under which tokens that a constraint forces are counted."""
+MAXIMUM_DRAFTS = 31
+"""More rows at once are prefill: their logits alone would take 1 MB each."""
 PROPOSE_SECONDS = 1.0
 BEGIN_SECONDS = 10.0
 _SHADOW_DRAFTS = 8
@@ -115,7 +117,7 @@ class Speculator:
 
     def propose(self, limit: int, rung: int = 0) -> Proposal:
         """Drafts for the next round, at most `limit`; `rung` is the context of the function to be called."""
-        limit = min(limit, self.costs.widths[-1] - 1)
+        limit = min(limit, self.costs.widths[-1] - 1, MAXIMUM_DRAFTS)
         if isinstance(self._speculate, int):
             limit = min(limit, self._speculate)
         self._proposal = Proposal()
