@@ -86,7 +86,7 @@ class Scripted:
 
 
 def speculator_with(*factories: Any, **settings: Any) -> Speculator:
-    return Speculator(None, VOCABULARY, CallCosts(WIDTHS), factories, **settings)
+    return Speculator(None, VOCABULARY, CallCosts(WIDTHS), factories, **settings)  # type: ignore[arg-type]
 
 
 SAMPLINGS = [
