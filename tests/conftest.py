@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from support.reference_model import Oracle
+
+    from llm_gemma_coreml.engine.model_runner import ModelRunner
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_configure() -> None:
+    """Ctrl-C must be deliverable: a job in the background inherits an ignored SIGINT, and so would its children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +29,19 @@ def quickstart_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from llm_gemma_coreml.convert.build import build_quickstart
 
     return build_quickstart(folder=tmp_path_factory.mktemp("bundles"))
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    """The tiny reference model, opened; a module may have a runner of its own."""
+    from support.reference_model import tiny_runner
+
+    return tiny_runner(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def oracle(runner: ModelRunner) -> Oracle:
+    """What the tiny reference model computes with a full cache."""
+    from support.reference_model import Oracle, TinyModel
+
+    return Oracle(runner, TinyModel())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.reference_model import RUNGS, VOCABULARY, Oracle, TinyModel, tiny_runner
+from support.reference_model import RUNGS, VOCABULARY, Oracle
 
 from llm_gemma_coreml.engine.cost_model import CallCosts
 from llm_gemma_coreml.engine.decoding import Decoding
@@ -29,16 +29,6 @@ SAMPLINGS = (
     SamplingParameters(temperature=1.2, top_k=9, seed=5),
     SamplingParameters(temperature=0.8, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=6),
 )
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return tiny_runner(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def oracle(runner: ModelRunner) -> Oracle:
-    return Oracle(runner, TinyModel())
 
 
 def plain(

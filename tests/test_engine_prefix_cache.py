@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.reference_model import RUNGS, VOCABULARY, Oracle, TinyModel, tiny_runner
+from support.reference_model import RUNGS, VOCABULARY, Oracle
 
 from llm_gemma_coreml.engine.cost_model import CallCosts
 from llm_gemma_coreml.engine.decoding import Decoding
@@ -17,16 +17,6 @@ from llm_gemma_coreml.engine.request import GenerationRequest, GenerationStatist
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.speculation import Speculator
 from llm_gemma_coreml.errors import RequestError
-
-
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return tiny_runner(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def oracle(runner: ModelRunner) -> Oracle:
-    return Oracle(runner, TinyModel())
 
 
 def cache_of(runner: ModelRunner, budget: int) -> PrefixCache:

@@ -32,16 +32,6 @@ from llm_gemma_coreml.runtime.base import RuntimeOptions
 CONTEXT = RUNGS[-1]
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return tiny_runner(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def oracle(runner: ModelRunner) -> Oracle:
-    return Oracle(runner, TinyModel())
-
-
 def text(length: int, seed: int = 1) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, VOCABULARY, length)]
 

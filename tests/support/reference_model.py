@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.zero_state import ZeroState
 
 from llm_gemma_coreml.bundle.manifest import (
     EmbeddingTable,
@@ -71,19 +72,6 @@ def _rotate(rows: Array, cos: Array, sin: Array) -> Array:
 def sees(kind: str, held: Array, query: int, window: int = WINDOW) -> Array:
     """Which positions a query sees: the mask of docs/design.md."""
     return (held >= 0) & (held <= query) & ((kind == "full") | (held > query - window))
-
-
-class TinyState:
-    """The states of one package."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._buffers = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
-
-    def buffers(self) -> Mapping[str, Array]:
-        return self._buffers
-
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class TinyLayers:
@@ -167,12 +155,9 @@ class TinyPackage:
         layers = range(self._layers.first_layer, self._layers.end_layer)
         return TinyLayers(name, self._runtime.model, layers, *numbers, self._runtime.manifest.ring_capacity)
 
-    def make_state(self) -> TinyState | None:
+    def make_state(self) -> ZeroState | None:
         entries = [entry for entry in self._runtime.manifest.states if entry.package == self._name]
-        return TinyState({entry.name: entry.shape for entry in entries}) if entries else None
-
-    def fork_state(self, state: Any) -> Any:
-        raise NotImplementedError
+        return ZeroState({entry.name: entry.shape for entry in entries}) if entries else None
 
     def close(self) -> None:
         self._runtime.closed += 1

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from support.zero_state import ZeroState
 
 from llm_gemma_coreml import hooks
 from llm_gemma_coreml.bundle.checksums import file_entries
@@ -114,17 +115,6 @@ def script_of(bundle: Path) -> Script:
     return _scripts[key]
 
 
-class ScriptedState:
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._buffers = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
-
-    def buffers(self) -> Mapping[str, Array]:
-        return self._buffers
-
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
-
 class ScriptedPackage:
     """The layer package or the head. The layers hand the head a number for each row's context."""
 
@@ -142,12 +132,9 @@ class ScriptedPackage:
         head = self._name == self._manifest.head_package
         return ScriptedFunction(name, self._logits if head else self._layers)
 
-    def make_state(self) -> ScriptedState | None:
+    def make_state(self) -> ZeroState | None:
         entries = [entry for entry in self._manifest.states if entry.package == self._name]
-        return ScriptedState({entry.name: entry.shape for entry in entries}) if entries else None
-
-    def fork_state(self, state: Any) -> Any:
-        raise NotImplementedError
+        return ZeroState({entry.name: entry.shape for entry in entries}) if entries else None
 
     def close(self) -> None:
         pass
