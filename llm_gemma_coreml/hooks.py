@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ def plugin_manager() -> pluggy.PluginManager:
     from llm_gemma_coreml import builtin
 
     manager = pluggy.PluginManager(GROUP)
-    manager.add_hookspecs(__import__(__name__, fromlist=["*"]))
+    manager.add_hookspecs(sys.modules[__name__])
     manager.register(builtin)
     manager.load_setuptools_entrypoints(GROUP)
     return manager

@@ -46,12 +46,7 @@ def bench(name: str, as_json: bool, speculation: bool, plot: Path | None, **sett
     from llm_gemma_coreml.benchmark import report
 
     figures = _bench_speed(bundle.name, bundle.path, settings)
-    if as_json:
-        write_json(figures)
-    else:
-        click.echo(report.render(figures))
-    if plot is not None:
-        report.draw(figures, plot)
+    _show(report, figures, as_json, plot)
 
 
 def _bench_speed(name: str, bundle: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -94,9 +89,14 @@ def _bench_speculation(bundle: Path, texts: Path | None, as_json: bool, plot: Pa
 
     with progress_bar() as progress:
         figures = speculation.run(bundle, texts, progress=progress)
+    _show(speculation, figures, as_json, plot)
+
+
+def _show(reporter: Any, figures: dict[str, Any], as_json: bool, plot: Path | None) -> None:
+    """Print the figures and draw them; `reporter` is the module that renders and draws its own kind."""
     if as_json:
         write_json(figures)
     else:
-        click.echo(speculation.render(figures))
+        click.echo(reporter.render(figures))
     if plot is not None:
-        speculation.draw(figures, plot)
+        reporter.draw(figures, plot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -82,10 +82,19 @@ class Package:
         """States that the function declares, found without reading its operations."""
         from llm_gemma_coreml.bundle.specification import read_states
 
+        return self._declared(function, read_states)
+
+    def declared_inputs(self, function: str) -> dict[str, TensorType]:
+        """Inputs that the function declares, states left out, found without reading its operations."""
+        from llm_gemma_coreml.bundle.specification import read_inputs
+
+        return self._declared(function, read_inputs)
+
+    def _declared(self, function: str, read: Callable[[Any], dict[str, TensorType]]) -> dict[str, TensorType]:
         if function not in self.functions:
             raise PackageError(f"{self.path} has no function {function!r}.")
         try:
-            return read_states(self._model.mlProgram.functions[function])
+            return read(self._model.mlProgram.functions[function])
         except PackageError as error:
             raise PackageError(f"{self.path}: function {function!r} cannot be used: {error}") from error
 

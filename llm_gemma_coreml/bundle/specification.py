@@ -196,16 +196,23 @@ def read_states(message: Any) -> dict[str, TensorType]:
     return states
 
 
+def read_inputs(message: Any) -> dict[str, TensorType]:
+    """The inputs that a Function message declares, states left out."""
+    return {
+        value.name: read_tensor_type(value.type)
+        for value in message.inputs
+        if value.type.WhichOneof("type") != "stateType"
+    }
+
+
 def read_function(name: str, message: Any, open_weight_file: OpenWeightFile) -> Function:
     """Function of a Function message. Raises PackageError that starts with the function's name."""
     try:
         reader = _BlockReader(set(), open_weight_file)
         states = read_states(message)
-        inputs: dict[str, TensorType] = {}
         for value in message.inputs:
             reader._define(value.name)
-            if value.name not in states:
-                inputs[value.name] = read_tensor_type(value.type)
+        inputs = read_inputs(message)
         outputs = reader.read(_select_block(message))
     except PackageError as error:
         raise PackageError(f"function {name!r} cannot be used: {error}") from error

@@ -18,9 +18,10 @@ from llm_gemma_coreml.bundle.manifest import (
     RotaryEmbedding,
     StateEntry,
 )
+from llm_gemma_coreml.bundle.manifest_checks import BLOCK as _POSITIONS
 from llm_gemma_coreml.bundle.store import bundle_writer, bundles_folder, check_name, require_free_space
 from llm_gemma_coreml.convert.calibration import Importance
-from llm_gemma_coreml.convert.quantise import BLOCK
+from llm_gemma_coreml.convert.quantise_search import BLOCK
 from llm_gemma_coreml.convert.source import PROJECTIONS, ModelConfig, Source, expected_shapes, open_source
 from llm_gemma_coreml.convert.weight_table import WeightTable
 from llm_gemma_coreml.errors import MissingDependencyError, RequestError
@@ -36,7 +37,6 @@ DEFAULT_CONTEXTS = (4096, 32768, 131072)
 DEFAULT_WIDTHS = (1, 2, 4, 8, 128)
 SMALL_MODEL = 1_000_000_000
 """Models with fewer parameters lose too much with 4 bits."""
-_POSITIONS = 128
 _LARGE_PACKAGE = 12
 _TOKENIZER, _TEMPLATE, _LICENCE = "tokenizer.model", "chat_template.jinja", "LICENCE.txt"
 

@@ -12,9 +12,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_gemma_coreml.convert.quantise_search import HIGH, LOW, search_scales
+from llm_gemma_coreml.convert.quantise_search import BLOCK, HIGH, LOW, search_scales
 
-BLOCK = 32
 # Second moments are used within groups of columns only: their inverse costs columns cubed.
 _GROUP = 2048
 # Added to the diagonal, relative to its mean. Far more than usual, because the calibration text is short: with

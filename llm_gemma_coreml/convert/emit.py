@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from coremltools.converters.mil import Builder as mb  # noqa: N813
 
+from llm_gemma_coreml.bundle.manifest_checks import BLOCK
 from llm_gemma_coreml.convert.exporter import placeholder_constant
 from llm_gemma_coreml.convert.source import FULL, SLIDING, ModelConfig
 from llm_gemma_coreml.convert.weight_table import WeightTable
@@ -20,8 +21,6 @@ from llm_gemma_coreml.convert.weight_table import WeightTable
 Var = Any
 """A value of the MIL function that is being built (coremltools has no types)."""
 
-SPILL = 128
-"""Rows at the end of each state that padding rows may be written to; never read."""
 MASKED_SCORE = -30000.0
 """Score of a slot that a row does not see: finite in fp16, and its exponential is exactly zero."""
 WRITE_FORMS = ("slice_update", "one_hot", "gather")
@@ -47,7 +46,7 @@ class LayerFunction:
 
     def state_rows(self, kind: str) -> int:
         """Rows of a state: the same in every function of the bundle."""
-        return (self.ring_capacity if kind == SLIDING else self.largest_rung) + SPILL
+        return (self.ring_capacity if kind == SLIDING else self.largest_rung) + BLOCK
 
 
 class FunctionEmitter:

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_gemma_coreml.convert.compensate import ColumnUse, compensated
-from llm_gemma_coreml.convert.quantise_search import search_scales
+from llm_gemma_coreml.convert.quantise_search import BLOCK, search_scales
 from llm_gemma_coreml.errors import SourceError
 
 if TYPE_CHECKING:
     from llm_gemma_coreml.convert.source import Source
 
-BLOCK = 32
 _LIMITS = {8: (-127, 127), 4: (-8, 7)}
 
 

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 LOW, HIGH = -8, 7
+BLOCK = 32
+"""Columns that share a scale."""
 # Where the value of largest magnitude is put on the grid: inside of it (below 8), at its end, or beyond it
 # (above 8: that value is clipped, and the others are rounded more finely).
 _REACHES = (7.0, 7.4, 7.7, 8.0, 8.3, 8.6, 9.0, 9.5, 10.2, 11.0)

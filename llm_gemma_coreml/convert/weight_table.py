@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_gemma_coreml.convert.calibration import Importance
-from llm_gemma_coreml.convert.quantise import BLOCK, Quantised, quantised_tensor
+from llm_gemma_coreml.convert.quantise import Quantised, quantised_tensor
+from llm_gemma_coreml.convert.quantise_search import BLOCK
 from llm_gemma_coreml.convert.source import Source, expected_shapes
 from llm_gemma_coreml.errors import SourceError
 

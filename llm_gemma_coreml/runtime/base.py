@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -61,9 +60,6 @@ class LoadedPackage(Protocol):
     def make_state(self) -> State | None:
         """A new zero-filled state for all functions, or None if the package declares no state."""
 
-    def fork_state(self, state: State) -> State:
-        """An independent copy of `state`."""
-
     def close(self) -> None: ...
 
 
@@ -77,8 +73,3 @@ class Runtime(Protocol):
 
     def load(self, package: Path, options: RuntimeOptions) -> LoadedPackage:
         """Open the `.mlpackage` at that path. Raises what errors.py names."""
-
-
-def as_float32(array: Array) -> NDArray[np.float32]:
-    """A C-contiguous fp32 view or copy of `array`."""
-    return np.ascontiguousarray(array, dtype=np.float32)

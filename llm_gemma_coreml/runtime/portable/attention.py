@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from llm_gemma_coreml.bundle.manifest_checks import BLOCK
 from llm_gemma_coreml.bundle.program import Constant, Function, Operation
-
-BLOCK = 128
-SPILL = 128
 
 _PASS_THROUGH = frozenset({"cast", "identity"})
 _ELEMENTWISE = frozenset(
@@ -211,7 +209,7 @@ def _view(graph: _Graph, value: str | Constant | None) -> _View | None:
         return None
     heads, rows, dim = declared.shape
     view = tuple(int(n) for n in size.value().reshape(-1))
-    if view[0] not in (heads, -1) or view[2] not in (dim, -1) or not 0 < view[1] <= rows - SPILL or view[1] % BLOCK:
+    if view[0] not in (heads, -1) or view[2] not in (dim, -1) or not 0 < view[1] <= rows - BLOCK or view[1] % BLOCK:
         return None
     update = graph.source(graph.argument(writing, "data"))
     if update is None or update.type != "slice_update":

@@ -30,4 +30,4 @@ def past_slots_input(slot_positions: str) -> str:
 
 def padding_input(plan: AttentionPlan) -> str:
     """ONNX input: zero rows that fill the block up to a multiple of 16, [KV, X, D]."""
-    return f"padding/{plan.kv_heads}x{plan.head_dim}"
+    return f"{plan.slot_positions}/padding/{plan.kv_heads}x{plan.head_dim}"

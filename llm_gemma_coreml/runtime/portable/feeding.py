@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llm_gemma_coreml.bundle.manifest_checks import BLOCK
 from llm_gemma_coreml.errors import GemmaCoreMLError
 from llm_gemma_coreml.runtime.base import Array
-from llm_gemma_coreml.runtime.portable.attention import BLOCK, AttentionPlan
+from llm_gemma_coreml.runtime.portable.attention import AttentionPlan
 from llm_gemma_coreml.runtime.portable.block_inputs import (
     COLUMNS,
     padding_input,
@@ -80,7 +81,8 @@ def attention_feeds(
             feeds[past_slots_input(plan.slot_positions)] = past
             known[key] = (slots, len(past))
         slots, past_rows = known[key]
-        feeds[padding_input(plan)] = np.zeros((plan.kv_heads, slots.padding, plan.head_dim), np.float32)
+        if padding_input(plan) not in feeds:
+            feeds[padding_input(plan)] = np.zeros((plan.kv_heads, slots.padding, plan.head_dim), np.float32)
         for name in (plan.key_state, plan.value_state):
             buffer = buffers[name]
             starts[name] = slots.start

@@ -79,10 +79,6 @@ class PortablePackage:
         """A zero-filled state, or None if the package has none."""
         return PortableState(self._compiled.states) if self._compiled.states else None
 
-    def fork_state(self, state: State) -> PortableState:
-        """An independent copy of `state`."""
-        return _own(state).copy()
-
     def close(self) -> None:
         """Let go of sessions and weights."""
         self._models.clear()
@@ -106,7 +102,7 @@ class PortablePackage:
             raise PackageError(f"{self._path} has no function {name!r}, only {', '.join(self.function_names)}.")
         program = self._package.functions[name]
         form = BlockForm(program)
-        symbolic = _symbolic_dimensions(program, self._package.functions)
+        symbolic = _symbolic_dimensions(program, self._package)
         for plan in form.plans:
             symbolic[plan.slot_positions] = (f"{plan.slot_positions}/B",)
         translation = translate_function(
@@ -130,21 +126,23 @@ class PortablePackage:
         return compiled
 
 
-def _symbolic_dimensions(program: Program, functions: Mapping[str, Program]) -> dict[str, tuple[int | str, ...]]:
+def _symbolic_dimensions(program: Program, package: Package) -> dict[str, tuple[int | str, ...]]:
     """Names for the input dimensions that differ among the functions with the same inputs as `program`.
 
     If two functions then translate to the same model, one session runs both; nothing is assumed of those that do not.
     """
-    family = [other for other in functions.values() if set(other.inputs) == set(program.inputs)]
+    family = [
+        inputs
+        for name in package.functions
+        if set(inputs := package.declared_inputs(name)) == set(program.inputs)
+        and all(len(inputs[key].shape) == len(kind.shape) for key, kind in program.inputs.items())
+    ]
     names: dict[tuple[int, ...], str] = {}
     result: dict[str, tuple[int | str, ...]] = {}
     for key, kind in program.inputs.items():
         dimensions: list[int | str] = []
         for axis, size in enumerate(kind.shape):
-            if any(len(other.inputs[key].shape) != len(kind.shape) for other in family):
-                dimensions.append(size)
-                continue
-            sizes = tuple(other.inputs[key].shape[axis] for other in family)
+            sizes = tuple(other[key].shape[axis] for other in family)
             varies = len(set(sizes)) > 1
             dimensions.append(names.setdefault(sizes, f"size/{len(names)}") if varies else size)
         if any(isinstance(size, str) for size in dimensions):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ import numpy as np
 from llm_gemma_coreml.errors import GemmaCoreMLError
 from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
 from llm_gemma_coreml.runtime.portable.compiled import CompiledModel
-from llm_gemma_coreml.runtime.portable.recipes import WeightReader, evaluate
+from llm_gemma_coreml.runtime.portable.recipes import WeightReader, WeightRecipe, evaluate
 
 
 def default_threads() -> int:
@@ -86,44 +85,32 @@ def originals_are_packed() -> bool:
 
 
 def _packs(bits: int) -> bool:
-    import onnx
     import onnxruntime
-    from onnx import helper
+
+    from llm_gemma_coreml.runtime.portable.graph import ELEMENT_TYPES, MICROSOFT, GraphBuilder
 
     inner, outer, block = 64, 32, 32
     random = np.random.default_rng(0)
-    data = random.integers(0, 256, (outer, inner // block, block * bits // 8), dtype=np.uint8)
-    scales = random.random((outer, inner // block), dtype=np.float32)
-    node = helper.make_node(
-        "MatMulNBits", ["x", "data", "scales"], ["y"], domain="com.microsoft",
-        K=inner, N=outer, bits=bits, block_size=block, accuracy_level=4,
-    )  # fmt: skip
-    initialisers = []
-    for name, array in (("data", data), ("scales", scales)):
-        tensor = onnx.TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
-        tensor.dims.extend(array.shape)
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-        for key, value in (("location", "weights"), ("offset", "0"), ("length", str(math.prod(array.shape)))):
-            tensor.external_data.add(key=key, value=value)
-        initialisers.append(tensor)
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        [node],
-        "probe",
-        [helper.make_tensor_value_info("x", kind, ["rows", inner])],
-        [helper.make_tensor_value_info("y", kind, ["rows", outer])],
-        initialisers,
+    arrays = (
+        random.integers(0, 256, (outer, inner // block, block * bits // 8), dtype=np.uint8),
+        random.random((outer, inner // block), dtype=np.float32),
     )
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    graph, kind = GraphBuilder(), ELEMENT_TYPES["float32"]
+    weights = [graph.weight(WeightRecipe("probe", (), str(array.dtype), array.shape)) for array in arrays]
+    x = graph.add_input("x", kind, ["rows", inner])
+    product = graph.emit(
+        "MatMulNBits", [x, *weights], MICROSOFT, K=inner, N=outer, bits=bits, block_size=block, accuracy_level=4
+    )
+    graph.add_output("y", product, kind)
     settings = onnxruntime.SessionOptions()
     settings.log_severity_level = 4
-    held = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in (data, scales)]
-    settings.add_external_initializers(["data", "scales"], held)
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    held = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays]
+    settings.add_external_initializers(weights, held)
+    model = graph.model("probe").SerializeToString()
     session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
     feeds = [{"x": random.random((rows, inner), dtype=np.float32)} for rows in (1, 8)]
     before = [session.run(None, feed)[0] for feed in feeds]
-    data[:] = 0
-    scales[:] = 0
+    for array in arrays:
+        array[:] = 0
     after = [session.run(None, feed)[0] for feed in feeds]
     return all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))

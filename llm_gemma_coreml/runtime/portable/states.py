@@ -18,7 +18,6 @@ class PortableState:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._buffers: dict[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        self._written = dict.fromkeys(shapes, 0)
 
     def buffers(self) -> Mapping[str, Array]:
         """The live buffers by state name."""
@@ -33,22 +32,7 @@ class PortableState:
         buffer = self._buffers[name]
         end = min(start + rows.shape[1], buffer.shape[1])
         buffer[:, start:end] = rows[:, : end - start]
-        self._written[name] = max(self._written[name], end)
 
     def replace(self, name: str, value: Array) -> None:
         """Copy the whole new value of a state that a function returned into its buffer."""
-        buffer = self._buffers[name]
-        np.copyto(buffer, value.astype(np.float16))
-        self._written[name] = buffer.shape[1] if buffer.ndim > 1 else 0
-
-    def copy(self) -> PortableState:
-        """An independent copy; only rows that were ever written are copied."""
-        other = PortableState({name: buffer.shape for name, buffer in self._buffers.items()})
-        for name, buffer in self._buffers.items():
-            if buffer.ndim > 1:
-                end = self._written[name]
-                other._buffers[name][:, :end] = buffer[:, :end]
-            else:
-                np.copyto(other._buffers[name], buffer)
-            other._written[name] = self._written[name]
-        return other
+        np.copyto(self._buffers[name], value)
