@@ -111,6 +111,10 @@ class FunctionEmitter:
         """The residual stream, fp32, plus x."""
         return mb.add(x=residual, y=self.single(x), name=name)
 
+    def scaled(self, x: Var, tensor: str, name: str) -> Var:
+        """fp32 x times the one number of the 1-D tensor."""
+        return mb.mul(x=x, y=self.constant(self._weights.vector(tensor)), name=name)
+
     def rotary(self, x: Var, kind: str, name: str) -> Var:
         """Rotate fp32 x [..., S, D] by the angles of the rows' positions (half layout)."""
         cos, sin = self._inputs[f"cos_{kind}"], self._inputs[f"sin_{kind}"]

@@ -17,4 +17,8 @@ def layer_emitter(family: str) -> LayerEmitter:
         from llm_gemma_coreml.convert.architectures import gemma3
 
         return gemma3.emit_layer
-    raise SourceError(f"Models of the family {family!r} cannot be converted yet; gemma3 can.")
+    if family == "gemma4":
+        from llm_gemma_coreml.convert.architectures import gemma4
+
+        return gemma4.emit_layer
+    raise SourceError(f"Models of the family {family!r} cannot be converted; gemma3 and gemma4 can.")
