@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llm_gemma_coreml import loaded, translate
+from llm_gemma_coreml import generation, loaded, translate
 from llm_gemma_coreml.chat.messages import TextEvent, ToolCallEvent, WarningEvent
 from llm_gemma_coreml.engine.request import GenerationRequest, GenerationStatistics
-from llm_gemma_coreml.errors import ContextOverflowError, RequestError
-from llm_gemma_coreml.options import GemmaOptions, sampling_parameters, speculation
+from llm_gemma_coreml.errors import RequestError
+from llm_gemma_coreml.options import GemmaOptions
 
 if TYPE_CHECKING:
     import llm
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from llm_gemma_coreml.engine.engine import Engine
 
 _logger = logging.getLogger(__name__)
-TRANSCRIPT_MAX_TOKENS = 1024
-"""Base models do not know when to end: without max_tokens they are cut off here."""
 
 
 @dataclass
@@ -95,43 +93,12 @@ def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
     options = prompt.options
     assert isinstance(options, GemmaOptions)
     opened = loaded.load(bundle)
-    manifest = opened.chat.manifest
     schema = translate.wanted_schema(prompt, conversation)
-    tools = translate.neutral_tools(prompt)
     rendered = opened.chat.prompt(
         translate.neutral_messages(prompt),
-        tools=tools,
+        tools=translate.neutral_tools(prompt),
         thinking=bool(getattr(options, "thinking", None)),
         schema=schema,
     )
-    stops = options.stop if isinstance(options.stop, list) else []
-    parser = opened.chat.reply_parser(rendered, stop=stops)
-    request = GenerationRequest(
-        token_ids=rendered.token_ids,
-        max_tokens=_max_tokens(options, opened, len(rendered.token_ids)),
-        stop_ids=rendered.stop_ids,
-        sampling=sampling_parameters(options, manifest.sampling_defaults),
-        speculate=speculation(options),
-        constraint=rendered.constraint,
-        stop_check=opened.chat.stop_check(rendered, stop=stops),
-    )
-    return Turn(opened.engine, request, manifest.name, parser, schema)
-
-
-def _max_tokens(options: GemmaOptions, opened: loaded.LoadedBundle, prompt_tokens: int) -> int | None:
-    """How many tokens the answer may have; None: to the end of the bundle's context.
-
-    The option `context` caps each conversation by itself, so that one engine serves conversations of any cap: K/V
-    memory is taken by the tokens that a conversation has, not by those that it could have.
-    """
-    limit = opened.engine.context
-    context = limit if options.context is None else options.context
-    if context > limit:
-        name = opened.chat.manifest.name
-        raise RequestError(f"context is {context}, but {name} has contexts from 1 to {limit} tokens.")
-    wanted = options.max_tokens
-    if prompt_tokens + (wanted or 1) > context:
-        raise ContextOverflowError(prompt_tokens, wanted or 0, context)
-    if wanted is None and opened.chat.kind == "transcript":
-        return min(TRANSCRIPT_MAX_TOKENS, context - prompt_tokens)
-    return context - prompt_tokens if wanted is None and options.context is not None else wanted
+    prepared = generation.prepare(opened, rendered, options)
+    return Turn(opened.engine, prepared.request, opened.chat.manifest.name, prepared.parser, schema)

@@ -13,8 +13,9 @@ from llm.parts import ReasoningPart, TextPart, ToolCallPart, ToolResultPart
 
 from llm_gemma_coreml.chat.messages import ReasoningEvent, TextEvent, ToolCallEvent
 from llm_gemma_coreml.errors import RequestError
-from llm_gemma_coreml.options import GemmaOptions, ThinkingOptions, sampling_parameters, speculation
+from llm_gemma_coreml.options import GemmaOptions, ThinkingOptions
 from llm_gemma_coreml.plugin import GemmaModel
+from llm_gemma_coreml.settings import sampling_parameters, speculation
 from llm_gemma_coreml.translate import neutral_messages, neutral_tools, reply_parts, wanted_schema
 
 
