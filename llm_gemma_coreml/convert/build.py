@@ -21,7 +21,7 @@ from llm_gemma_coreml.bundle.manifest import (
 from llm_gemma_coreml.bundle.manifest_checks import BLOCK as _POSITIONS
 from llm_gemma_coreml.bundle.store import bundle_writer, bundles_folder, check_name, require_free_space
 from llm_gemma_coreml.convert.calibration import Importance
-from llm_gemma_coreml.convert.quantise_search import BLOCK
+from llm_gemma_coreml.convert.quantise import block_size
 from llm_gemma_coreml.convert.source import PROJECTIONS, ModelConfig, Source, expected_shapes, open_source
 from llm_gemma_coreml.convert.weight_table import WeightTable
 from llm_gemma_coreml.errors import MissingDependencyError, RequestError
@@ -357,7 +357,7 @@ def _manifest(
             path=f"{packages.HEAD_PACKAGE}/Data/com.apple.CoreML/weights/weight.bin",
             rows=config.vocabulary_size,
             columns=config.hidden_size,
-            block_size=BLOCK,
+            block_size=block_size(config.hidden_size, 8),
             values_offset=embedding[packages.EMBEDDING_VALUES],
             scales_offset=embedding[packages.EMBEDDING_SCALES],
             multiplier=config.embedding_multiplier,
@@ -371,9 +371,9 @@ def _manifest(
         ),
         states=states,
         quantisation={
-            "body": "fp16" if bits == 16 else f"int{bits} block {BLOCK}",
-            "head": f"int8 block {BLOCK}",
-            "embedding": f"int8 block {BLOCK}",
+            "body": "fp16" if bits == 16 else f"int{bits} block {block_size(config.hidden_size, bits)}",
+            "head": f"int8 block {block_size(config.hidden_size, 8)}",
+            "embedding": f"int8 block {block_size(config.hidden_size, 8)}",
         },
         tokenizer=_TOKENIZER,
         template_kind=config.family if source.chat_template is not None else "transcript",
