@@ -28,6 +28,8 @@ from llm_gemma_coreml.convert.weight_table import StoredTensor, WeightTable
 _TARGET = ct.target.iOS18
 _AUTHOR = "com.apple.CoreML"
 _WEIGHT_FILE = "weight.bin"
+_SMALLEST_IN_FILE = 10
+"""coremltools puts constants with fewer elements into the specification, not into the weight file."""
 _DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "float32": np.float32,
@@ -51,10 +53,15 @@ def state_input(shape: tuple[int, ...]) -> Any:
 
 
 def placeholder_constant(weight_id: str, tensor: StoredTensor) -> Any:
-    """A constant of the right shape and type without memory; its values are fetched when it is written."""
+    """A constant of the right shape and type without memory; its values are fetched when it is written.
+
+    One too small for the weight file has its values from the start.
+    """
     dtype = np.dtype(_DTYPES[tensor.dtype])
-    empty: NDArray[Any] = np.ndarray(tensor.shape, dtype, buffer=bytes(dtype.itemsize), strides=(0,) * len(tensor.shape))
-    constant = mb.const(val=empty, name=weight_id.replace(".", "_"))
+    values: NDArray[Any] = np.ndarray(tensor.shape, dtype, buffer=bytes(dtype.itemsize), strides=(0,) * len(tensor.shape))
+    if values.size < _SMALLEST_IN_FILE:
+        values = tensor.load().view(dtype)
+    constant = mb.const(val=values, name=weight_id.replace(".", "_"))
     constant.op.weight_id = weight_id
     return constant
 
