@@ -24,23 +24,34 @@ class LoadedBundle:
     chat: Chat
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to open a bundle; see `Engine.open`. Bundles opened in different ways have engines of their own."""
+
+    runtime: str | None = None
+    threads: int | None = None
+    exact: bool = False
+    budget: int | None = None
+
+
 _lock = threading.Lock()
-_loaded: dict[Path, LoadedBundle] = {}
+_loaded: dict[tuple[Path, EngineOptions], LoadedBundle] = {}
+_DEFAULT = EngineOptions()
 
 
-def load(bundle: Path) -> LoadedBundle:
+def load(bundle: Path, options: EngineOptions = _DEFAULT) -> LoadedBundle:
     """The open bundle at that path, opened if need be. Raises BundleError, PackageError, MissingDependencyError."""
-    key = bundle.resolve()
+    key = (bundle.resolve(), options)
     with _lock:
         if key not in _loaded:
-            _loaded[key] = _open(key)
+            _loaded[key] = _open(*key)
         return _loaded[key]
 
 
-def _open(bundle: Path) -> LoadedBundle:
+def _open(bundle: Path, options: EngineOptions) -> LoadedBundle:
     from llm_gemma_coreml.engine.engine import Engine
 
-    engine = Engine.open(bundle)
+    engine = Engine.open(bundle, runtime=options.runtime, threads=options.threads, exact=options.exact, budget=options.budget)
     threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
     try:
         from llm_gemma_coreml.chat.chat import Chat

@@ -222,9 +222,10 @@ def test_requests_that_cannot_be_met() -> None:
     assert ask([USER], tools=[WEATHER], tool_choice="none").tools == ()
 
 
-def test_count_tokens() -> None:
-    assert chat("gemma3").count_tokens([USER]) == len(chat("gemma3").prompt([USER]).token_ids)
-    assert chat("gemma4").count_tokens([USER], tools=[WEATHER]) > chat("gemma4").count_tokens([USER])
+def test_prompt_ids_are_those_of_the_prompt() -> None:
+    assert chat("gemma3").prompt_ids([USER]) == list(chat("gemma3").prompt([USER]).token_ids)
+    with_tool = chat("gemma4").prompt([USER], tools=[WEATHER], thinking=True).token_ids
+    assert chat("gemma4").prompt_ids([USER], tools=[WEATHER], thinking=True) == list(with_tool)
 
 
 def test_bundles_that_do_not_fit_their_kind() -> None:

@@ -11,7 +11,7 @@ from llm_gemma_coreml.chat import gemma3, gemma4, transcript
 from llm_gemma_coreml.chat.json_schema import check_schema
 from llm_gemma_coreml.chat.messages import Message, Tool
 from llm_gemma_coreml.chat.prompt import Prompt
-from llm_gemma_coreml.chat.reply_grammar import chosen_tools, gemma4_grammar, json_grammar, transcript_grammar
+from llm_gemma_coreml.chat.reply_grammar import MAX_PARALLEL_CALLS, chosen_tools, gemma4_grammar, json_grammar, transcript_grammar
 from llm_gemma_coreml.chat.reply_parser import ReplyParser
 from llm_gemma_coreml.chat.structured import GrammarCompiler, has_llguidance
 from llm_gemma_coreml.chat.template import ChatTemplate, Placeholders
@@ -64,13 +64,15 @@ class Chat:
         *,
         tools: Sequence[Tool] = (),
         tool_choice: str = "auto",
+        parallel_calls: bool = True,
         thinking: bool = False,
         schema: object | None = None,
     ) -> Prompt:
         """The prompt that asks for the next assistant message.
 
         tool_choice: "auto", "any" (some tool must be called), "none", or the name of a tool that must be called.
-        schema: a JSON schema that the reply must satisfy. Raises RequestError for what cannot be asked.
+        parallel_calls: False allows one call per reply. schema: a JSON schema that the reply must satisfy.
+        Raises RequestError for what cannot be asked.
         """
         tools = chosen_tools(tools, tool_choice)
         for tool in tools:
@@ -85,7 +87,7 @@ class Chat:
             stop_strings=transcript.stop_strings(tools) if self.kind == "transcript" else (),
             starts_in_reasoning=in_reasoning,
             tools=tools,
-            constraint=self._constraint(tools, must_call, checked, thinking, in_reasoning),
+            constraint=self._constraint(tools, must_call, parallel_calls, checked, thinking, in_reasoning),
             schema=schema,
         )
 
@@ -102,9 +104,17 @@ class Chat:
         placeholders = Placeholders()
         return self._template.text(placeholders, self._context(placeholders, messages, tools, thinking, schema))
 
-    def count_tokens(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> int:
-        """Tokens of the prompt for these messages, tool declarations and `<bos>` included."""
-        return len(self._token_ids(messages, chosen_tools(tools, "auto"), thinking=False, schema=None))
+    def prompt_ids(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
+        thinking: bool = False,
+        schema: object | None = None,
+    ) -> list[int]:
+        """The token ids of `prompt` with these arguments, `<bos>` included, without making a grammar."""
+        return self._token_ids(messages, chosen_tools(tools, tool_choice), thinking, schema)
 
     def reply_parser(self, prompt: Prompt, stop: Sequence[str] = ()) -> ReplyParser:
         """A parser for the reply to `prompt`; stop: strings that end the visible text."""
@@ -133,19 +143,21 @@ class Chat:
         self,
         tools: Sequence[Tool],
         must_call: bool,
+        parallel_calls: bool,
         schema: Mapping[str, Any] | None,
         thinking: bool,
         in_reasoning: bool,
     ) -> TokenConstraint | None:
         if schema is None and not tools:
             return None
+        calls = MAX_PARALLEL_CALLS if parallel_calls else 1
         if schema is None and not must_call and not has_llguidance():
             return None  # calls are only checked after they are written
         if self.kind == "gemma4":
-            grammar = gemma4_grammar(self.tokenizer, tools, must_call, schema, thinking, in_reasoning)
+            grammar = gemma4_grammar(self.tokenizer, tools, must_call, calls, schema, thinking, in_reasoning)
         else:
             build = transcript_grammar if self.kind == "transcript" else json_grammar
-            grammar = build(tools, must_call, schema)
+            grammar = build(tools, must_call, calls, schema)
         what = "the JSON schema" if schema is not None else "the schemas of the tools"
         return self._compiler.constraint(grammar, what)
 

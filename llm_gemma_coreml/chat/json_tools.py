@@ -57,6 +57,7 @@ def strict_json(value: object) -> str:
 
 
 _CALL_LABEL = re.compile(r"^\s*Call:", re.MULTILINE)
+_CALL_HEAD = re.compile(r'\s*(?:```[a-z_]*\s*)?\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
 _FENCE = re.compile(r"```[a-z_]*\s*\n?(.*?)\n?\s*```\Z", re.DOTALL)
 
 
@@ -78,6 +79,14 @@ def read_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall] | None:
             position += 1
     calls = [_call(value, tools) for value in values]
     return None if None in calls or not calls else [call for call in calls if call is not None]
+
+
+def is_broken_call(text: str, tools: Mapping[str, Tool]) -> bool:
+    """True if the text sets out to call a declared tool in JSON, or a tool in a transcript, and fails."""
+    if _CALL_LABEL.match(text):
+        return True
+    match = _CALL_HEAD.match(text)
+    return match is not None and match.group(1) in tools
 
 
 def _call(value: Any, tools: Mapping[str, Tool]) -> ToolCall | None:

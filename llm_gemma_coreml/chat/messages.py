@@ -62,9 +62,13 @@ class ToolCallEvent:
 
 @dataclass(frozen=True)
 class WarningEvent:
-    """Something that the user should know, e.g. a call that could not be read and was passed on as text."""
+    """Something that the user should know. call_text: the call that could not be read, if it is about one; the text
+    events show it too. call_name: the tool that it seems to call, if that can be told."""
 
     message: str
+    call_text: str = ""
+    call_name: str = ""
+    call_id: str = ""
 
 
 ReplyEvent = TextEvent | ReasoningEvent | ToolCallEvent | WarningEvent

@@ -37,6 +37,7 @@ def gemma4_grammar(
     tokenizer: Tokenizer,
     tools: Sequence[Tool],
     must_call: bool,
+    most_calls: int,
     schema: Mapping[str, Any] | None,
     thinking: bool,
     starts_in_reasoning: bool,
@@ -53,21 +54,21 @@ def gemma4_grammar(
         beginning = "thought? " if thinking else ""
     rules.append(f"thought: {control['<|channel>']} TEXT? {control['<channel|>']}")
     rules.append(f"call: {' | '.join(calls)}" if calls else "")
-    many_calls = f"call{{1,{MAX_PARALLEL_CALLS}}}"
+    many_calls = f"call{{1,{most_calls}}}"
     if schema is not None:
         rules.append(f"answer: %json {for_grammar(schema)}")
         body = f"({many_calls} | answer)" if calls else "answer"
     elif must_call:
         body = many_calls
     else:
-        body = "TEXT? (call TEXT?)*"
+        body = f"TEXT? (call TEXT?){{0,{most_calls}}}" if most_calls == 1 else "TEXT? (call TEXT?)*"
     return "\n".join(["%llguidance {}", f"start: {beginning}{body}", *rules]) + "\n"
 
 
-def json_grammar(tools: Sequence[Tool], must_call: bool, schema: Mapping[str, Any] | None) -> str:
+def json_grammar(tools: Sequence[Tool], must_call: bool, most_calls: int, schema: Mapping[str, Any] | None) -> str:
     """Lark grammar of a reply whose calls are JSON objects, one a line, with nothing else beside them."""
     rules = _json_calls(tools, schema)
-    calls = f'call ("\\n" call){{0,{MAX_PARALLEL_CALLS - 1}}}'
+    calls = f'call ("\\n" call){{0,{most_calls - 1}}}'
     alternatives = [calls] if tools else []
     if schema is not None:
         alternatives.append("answer")
@@ -77,13 +78,13 @@ def json_grammar(tools: Sequence[Tool], must_call: bool, schema: Mapping[str, An
     return "\n".join(["%llguidance {}", f"start: {' | '.join(alternatives)}", *rules]) + "\n"
 
 
-def transcript_grammar(tools: Sequence[Tool], must_call: bool, schema: Mapping[str, Any] | None) -> str:
+def transcript_grammar(tools: Sequence[Tool], must_call: bool, most_calls: int, schema: Mapping[str, Any] | None) -> str:
     """Lark grammar of a transcript's next lines. A base model does not end its reply itself, so that it may go on with
     the label of the line after its calls, which is a stop string."""
     rules = _json_calls(tools, schema)
     alternatives: list[str] = []
     if tools:
-        more = f'("\\nCall: " call){{0,{MAX_PARALLEL_CALLS - 1}}}'
+        more = f'("\\nCall: " call){{0,{most_calls - 1}}}'
         alternatives.append(f'"Call: " call {more} "\\nResult:"?')
     label = '"Assistant:" ' if tools else ""
     if schema is not None:

@@ -59,6 +59,8 @@ class ReplyParser:
         self._call: list[str] = []
         self._calls = 0
         self._said_something = False
+        self.reasoning_tokens = 0
+        """Tokens that were thoughts, markers not counted."""
         self._events: list[ReplyEvent] = []
         self._ended = False
 
@@ -99,6 +101,7 @@ class ReplyParser:
             self._flush()
             handler()
         elif not self._is_control(token):
+            self.reasoning_tokens += self._state is _State.REASONING
             self._add(self._text.feed(token))
 
     def _flush(self) -> None:
@@ -156,7 +159,7 @@ class ReplyParser:
         if reading.call is None:
             shown = call_syntax.show(text)
             self._say(f"\n{shown}" if self._said_something else shown)
-            self._events.append(WarningEvent(f"A tool call could not be read ({reading.problem}) and is shown as text."))
+            self._warn_of_call(shown, reading.problem or "unknown reason")
             return
         if reading.problem:
             self._events.append(WarningEvent(reading.problem))
@@ -169,13 +172,20 @@ class ReplyParser:
         )
         if not calls:
             self._say(text)
+            if json_tools.is_broken_call(text, self._tools):
+                self._warn_of_call(text.strip(), "it is not complete JSON" if complete else "the reply was cut off in it")
             return
         for call in calls:
             self._emit_call(call)
 
+    def _warn_of_call(self, text: str, problem: str) -> None:
+        name = next((name for name in sorted(self._tools, key=len, reverse=True) if name in text), "")
+        message = f"A tool call could not be read ({problem}) and is shown as text."
+        self._events.append(WarningEvent(message, text, name, _new_id()))
+
     def _emit_call(self, call: ToolCall) -> None:
         arguments = json_tools.strict_json(dict(call.arguments))
-        self._events.append(ToolCallEvent(self._calls, f"call_{uuid.uuid4().hex[:20]}", call.name, arguments))
+        self._events.append(ToolCallEvent(self._calls, _new_id(), call.name, arguments))
         self._calls += 1
 
     def _say(self, text: str) -> None:
@@ -190,6 +200,10 @@ class ReplyParser:
     def _taken(self) -> list[ReplyEvent]:
         events, self._events = self._events, []
         return _merged(events)
+
+
+def _new_id() -> str:
+    return f"call_{uuid.uuid4().hex[:20]}"
 
 
 def _call_beginnings(prompt: Prompt) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from llm_gemma_coreml.chat.tokenizer import Tokenizer
 from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError, RequestError
 
 MAX_TEMPLATE_BYTES = 256 * 1024
+ENCODED_TEXTS = 64
+"""Texts between control tokens, most often messages, whose ids are kept: a conversation grows by a message at a time."""
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _PLACEHOLDER = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 _STRUCTURAL = re.compile(r"[A-Za-z0-9_.:/-]{0,128}\Z")
@@ -93,6 +96,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._placeholders = Placeholders()
         self._control = _control_pattern(tokenizer)
+        self._encode = lru_cache(maxsize=ENCODED_TEXTS)(lambda text: tuple(tokenizer.encode_text(text)))
         if len(source.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES or _OPEN in source:
             raise BundleError(f"{name} is larger than {MAX_TEMPLATE_BYTES} bytes or uses reserved characters.")
         self._compile(source)
@@ -150,7 +154,7 @@ class ChatTemplate:
         plain: list[str] = []
 
         def flush() -> None:
-            ids.extend(self._tokenizer.encode_text("".join(plain)))
+            ids.extend(self._encode("".join(plain)))
             plain.clear()
 
         for text, untrusted in pieces:

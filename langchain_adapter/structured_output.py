@@ -1,0 +1,151 @@
+"""with_structured_output: a bound model and the parser that its answers go through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import AIMessage
+from langchain_core.output_parsers import JsonOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.outputs import ChatGeneration, Generation
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from langchain_adapter.call import refuse_unknown
+from langchain_adapter.exceptions import InvalidRequestError
+from langchain_adapter.tools import json_schema, tool_data
+from llm_gemma_coreml.chat.json_schema import read_reply
+from llm_gemma_coreml.errors import RequestError
+
+if TYPE_CHECKING:
+    from langchain_adapter.chat_model import ChatGemmaCoreML
+
+METHODS = ("json_schema", "function_calling", "json_mode")
+
+
+class ReplyParser(JsonOutputParser):
+    """JSON text to the value that the schema describes. Nothing is repaired: cut-off or wrong JSON is an error."""
+
+    checked_schema: Any = None
+    """The JSON schema; None: any JSON object."""
+    model_class: Any = None
+    """The pydantic class (v1 or v2) of the value, if it has one."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """The value; while the answer is still written, what there is of it (for pydantic classes: nothing yet)."""
+        if partial:
+            return None if self.model_class is not None else super().parse_result(result, partial=True)
+        text = result[0].text
+        refuse_cut_off(result[0])
+        try:
+            value = read_reply(text, self.checked_schema or {"type": "object"})
+            return value if self.model_class is None else _instance(self.model_class, value)
+        except (RequestError, ValueError) as error:
+            raise OutputParserException(f"The answer does not fit the schema: {error}", llm_output=text) from error
+
+
+class CallParser(JsonOutputKeyToolsParser):
+    """The arguments of the forced call. An answer without one is an error, not None."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """The arguments; while the answer is still written, those that there are."""
+        value = super().parse_result(result, partial=partial)
+        return value if partial else require_call(result[0], value)
+
+
+class PydanticCallParser(PydanticToolsParser):
+    """The arguments of the forced call as an instance of its class."""
+
+    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
+        """The instance; an answer without a call is an error."""
+        try:
+            value = super().parse_result(result, partial=partial)
+        except ValueError as error:
+            raise OutputParserException(f"The call does not fit the schema: {error}") from error
+        return value if partial else require_call(result[0], value)
+
+
+def structured_runnable(
+    model: ChatGemmaCoreML, schema: Any, method: str, include_raw: bool, strict: bool | None, kwargs: Mapping[str, Any]
+) -> Runnable[Any, Any]:
+    """The runnable of `ChatGemmaCoreML.with_structured_output`. Raises InvalidRequestError."""
+    refuse_unknown(kwargs, ("tools",))
+    if schema is None and method != "json_mode":
+        raise InvalidRequestError(f"The method {method!r} needs a schema.")
+    if method == "function_calling":
+        bound, parser = _by_call(model, schema, strict)
+    elif method in ("json_schema", "json_mode"):
+        bound, parser = _by_json(model, schema, method, strict, kwargs.get("tools"))
+    else:
+        raise InvalidRequestError(f"The method {method!r} is unknown. Use {', '.join(METHODS)}.")
+    if not include_raw:
+        chain: Runnable[Any, Any] = bound | parser
+        return chain
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    failed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
+
+
+def _by_call(model: ChatGemmaCoreML, schema: Any, strict: bool | None) -> tuple[Runnable[Any, AIMessage], Any]:
+    name = tool_data(schema, strict)["function"]["name"]
+    traced = _traced(schema, "function_calling")
+    bound = model.bind_tools([schema], tool_choice=name, strict=strict, parallel_tool_calls=False, **traced)
+    if _is_class(schema):
+        return bound, PydanticCallParser(tools=[schema], first_tool_only=True)
+    return bound, CallParser(key_name=name, first_tool_only=True)
+
+
+def _by_json(
+    model: ChatGemmaCoreML, schema: Any, method: str, strict: bool | None, tools: Any
+) -> tuple[Runnable[Any, AIMessage], Any]:
+    plain = None if schema is None else json_schema(schema, strict)
+    asked: dict[str, Any] = {"type": "json_object"}
+    if method == "json_schema":
+        inner = {"name": str((plain or {}).get("title", "answer")), "schema": plain}
+        asked = {"type": "json_schema", "json_schema": inner}
+    traced = _traced(schema, method)
+    bound: Runnable[Any, AIMessage] = model.bind(response_format=asked, **traced)
+    if tools:
+        bound = model.bind_tools(tools, response_format=asked, strict=strict, **traced)
+    return bound, ReplyParser(checked_schema=plain, model_class=schema if _is_class(schema) else None)
+
+
+def _traced(schema: Any, method: str) -> dict[str, Any]:
+    """What LangSmith shows; LangChain takes it out of the arguments again."""
+    return {} if schema is None else {"ls_structured_output_format": {"kwargs": {"method": method}, "schema": schema}}
+
+
+def _is_class(schema: Any) -> bool:
+    return isinstance(schema, type) and is_basemodel_subclass(schema)
+
+
+def _instance(model_class: Any, value: Any) -> Any:
+    """An instance of a pydantic class of either version. Raises ValueError."""
+    validate = getattr(model_class, "model_validate", None) or model_class.parse_obj
+    return validate(value)
+
+
+def refuse_cut_off(generation: Generation) -> None:
+    """Raise OutputParserException if max_tokens or the context cut the answer off."""
+    message = getattr(generation, "message", None)
+    if isinstance(message, AIMessage) and message.response_metadata.get("finish_reason") == "length":
+        written = message.usage_metadata["output_tokens"] if message.usage_metadata else 0
+        raise OutputParserException(
+            f"The answer was cut off after {written} tokens, before it was complete. Raise max_tokens or ask for less.",
+            llm_output=generation.text,
+        )
+
+
+def require_call(generation: Generation, value: Any) -> Any:
+    """`value` unless there is none: then OutputParserException with the answer's text."""
+    if value is not None:
+        return value
+    refuse_cut_off(generation)
+    message = generation.message if isinstance(generation, ChatGeneration) else None
+    invalid = json.dumps(getattr(message, "invalid_tool_calls", []), default=str)
+    problem = f"The answer holds no call that can be read (invalid calls: {invalid})."
+    raise OutputParserException(problem, llm_output=generation.text)
