@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from support.half_states import register_half_states
 from support.tiny_models import fill_reference
 
 from llm_gemma_coreml.convert.quickstart import open_quickstart
@@ -19,22 +20,11 @@ def prose() -> str:
     return "\n".join((DATA / name).read_text(encoding="utf-8") for name in names)
 
 
-def _attention_with_half_states(module: Any, query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
-    """transformers' own attention over K/V rounded to fp16, the type of the states."""
-    from transformers.models.gemma3.modeling_gemma3 import eager_attention_forward
-
-    key, value = key.half().float(), value.half().float()
-    return eager_attention_forward(module, query, key, value, *args, **options)
-
-
 @cache
 def reference_model(bits: int = 8) -> Any:
     """Gemma 3 270M in transformers, fp32, with the dequantised weights of a bundle of that many bits."""
-    from transformers import AttentionInterface, AttentionMaskInterface, Gemma3ForCausalLM, Gemma3TextConfig
-    from transformers.masking_utils import eager_mask
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    AttentionInterface.register("half_states", _attention_with_half_states)
-    AttentionMaskInterface.register("half_states", eager_mask)
     source = open_quickstart()
     config = source.config
     settings = Gemma3TextConfig(
@@ -54,7 +44,7 @@ def reference_model(bits: int = 8) -> Any:
         },
         max_position_embeddings=config.context_length,
         rms_norm_eps=config.rms_norm_epsilon,
-        attn_implementation="half_states",
+        attn_implementation=register_half_states(),
     )
     model = fill_reference(Gemma3ForCausalLM(settings), source, bits)
     source.close()

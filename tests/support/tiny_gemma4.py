@@ -1,0 +1,155 @@
+"""Tiny random Gemma 4 models: checkpoints, bundles, and transformers with the very weights that a bundle's packages hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny_checkpoints as tiny
+
+from llm_gemma_coreml.bundle.manifest import load_manifest
+from llm_gemma_coreml.bundle.package import open_package
+from llm_gemma_coreml.bundle.program import Constant
+from llm_gemma_coreml.convert.build import build_bundle
+
+CONTEXTS = (256, 512, 1024)
+WIDTHS = (1, 2, 4, 8, 128)
+MODULES = {
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "input_norm": "input_layernorm.weight",
+    "post_attention_norm": "post_attention_layernorm.weight",
+    "pre_feedforward_norm": "pre_feedforward_layernorm.weight",
+    "post_feedforward_norm": "post_feedforward_layernorm.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "layer_scalar": "layer_scalar",
+}
+
+
+def config(layers: str = "ssfsf", **changes: Any) -> dict[str, Any]:
+    """config.json of a Gemma 4 text model with every feature of the 12B and odd sizes.
+
+    layers: "s" for a sliding and "f" for a full layer. changes: other settings of the file.
+    """
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    return {
+        "model_type": "gemma4_unified_text",
+        "vocab_size": tiny.VOCABULARY,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "num_global_key_value_heads": 1,
+        "head_dim": 48,
+        "global_head_dim": 80,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 100,
+        "layer_types": [kinds[layer] for layer in layers],
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 4096,
+    } | changes
+
+
+def checkpoint(path: Path, settings: Mapping[str, Any], seed: int = 3, dtype: str = "float32") -> Path:
+    """Write a checkpoint with random weights of that configuration, stored as the torch type `dtype`."""
+    import torch
+    from safetensors.torch import save_file
+
+    model = tiny.random_transformers_model(settings, seed).to(getattr(torch, dtype))
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(dict(settings)))
+    (path / "tokenizer.json").write_text(tiny.tokenizer_json(), encoding="utf-8")
+    return path
+
+
+def bundle(folder: Path, source: Path, name: str = "tiny", **options: Any) -> Path:
+    """Build the bundle `name` in `folder`; `options` as for build_bundle, with small contexts by default."""
+    return build_bundle(source, name, folder=folder, **({"contexts": CONTEXTS, "widths": WIDTHS, "bits": 16} | options))
+
+
+def package_tensors(bundle: Path) -> dict[str, np.ndarray]:
+    """Every weight that the packages of a bundle hold, dequantised to fp32, under its name in transformers."""
+    manifest = load_manifest(bundle)
+    constants: dict[str, Constant] = {}
+    for name in [*(package.path for package in manifest.layer_packages), manifest.head_package]:
+        package = open_package(bundle / name)
+        function = package.functions[package.default_function]
+        constants |= function.constants
+        for operation in function.operations:
+            if operation.type == "constexpr_blockwise_shift_scale":
+                (values,), (scales,) = operation.inputs["data"], operation.inputs["scale"]
+                assert isinstance(values, Constant)
+                assert isinstance(scales, Constant)
+                prefix = operation.name.removesuffix("_weight")
+                constants |= {f"{prefix}_values": values, f"{prefix}_scales": scales}
+    tensors = {
+        "model.embed_tokens.weight": _linear(constants, "embedding"),
+        "model.norm.weight": constants["final_norm"].value(),
+    }
+    for layer, kind in enumerate(manifest.layer_types):
+        ours, theirs = f"layer_{layer}_", f"model.layers.{layer}."
+        heads, dims = (
+            (manifest.kv_heads_sliding, manifest.head_dim_sliding)
+            if kind == "sliding"
+            else (manifest.kv_heads_full, manifest.head_dim_full)
+        )
+        parts = "qkv" if f"{ours}attention_qkv_values" in constants else "qk"
+        attention = _linear(constants, f"{ours}attention_{parts}")
+        cuts = [manifest.query_heads * dims, (manifest.query_heads + heads) * dims]
+        own = dict(zip("qkv", np.split(attention, cuts), strict=False))
+        own |= dict(zip(("gate", "up"), np.split(_linear(constants, f"{ours}mlp_gate_up"), 2), strict=True))
+        own |= {"o": _linear(constants, f"{ours}attention_o"), "down": _linear(constants, f"{ours}mlp_down")}
+        own |= {name: constants[f"layers_{layer}_{name}"].value() for name in MODULES if "norm" in name or name == "layer_scalar"}
+        tensors |= {theirs + MODULES[name]: value for name, value in own.items() if len(value)}
+    return {name: np.array(value, np.float32) for name, value in tensors.items()}
+
+
+def _linear(constants: Mapping[str, Constant], name: str) -> np.ndarray:
+    values = constants[f"{name}_values"].value().astype(np.float32)
+    scales = constants.get(f"{name}_scales")
+    if scales is None:
+        return values
+    blocks = values.reshape(*scales.type.shape, -1)
+    return (blocks * scales.value().astype(np.float32)[..., None]).reshape(values.shape)
+
+
+def reference_model(settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Any:
+    """transformers' model in fp32 with these weights; keys and values are rounded to fp16, the type of the states."""
+    import torch
+    from support.half_states import register_half_states
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    others = {name: value for name, value in settings.items() if name != "model_type"}
+    config = AutoConfig.for_model(settings["model_type"], **others)
+    config._attn_implementation = register_half_states()
+    model = AutoModelForCausalLM.from_config(config)
+    missing, unexpected = model.load_state_dict({name: torch.from_numpy(value) for name, value in tensors.items()}, strict=False)
+    assert set(missing) <= {"lm_head.weight"}, missing
+    assert not unexpected, unexpected
+    model.tie_weights()
+    return model.eval()
+
+
+def reference_logits(model: Any, ids: Sequence[int]) -> np.ndarray:
+    """Logits fp32 [len(ids), vocabulary] of the whole text at once, by transformers."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([list(ids)])).logits[0].float().numpy()
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    """Random token ids, the first of them `<bos>`."""
+    return [2, *np.random.default_rng(seed).integers(0, tiny.VOCABULARY, count - 1).tolist()]
