@@ -66,6 +66,7 @@ class FunctionEmitter:
         self._constants: dict[str, Var] = {}
         self._masks: dict[str, Var] = {}
         self._bounds: dict[str, tuple[Var, Var]] = {}
+        self._views: dict[str, Var] = {}
 
     @property
     def layout(self) -> LayerFunction:
@@ -147,13 +148,21 @@ class FunctionEmitter:
         query fp16 [KV, G, S, D], times `query_factor`; key, value fp16 [KV, S, D]. Returns fp16 [S, KV * G * D].
         """
         kind = self.config.layer_types[layer]
-        kv_heads, group, _, head_dim = query.shape
         keys = self._write_and_view(key, f"k_{layer}", kind, f"{name}_keys")
         values = self._write_and_view(value, f"v_{layer}", kind, f"{name}_values")
+        return self._attend(query, keys, values, self.mask(kind), name)
+
+    def attention_to(self, query: Var, source_layer: int, kind: str, name: str) -> Var:
+        """Attend over the prefix view of another layer's states, which are only read; arguments as in `attention`."""
+        keys, values = (self._view(f"{part}_{source_layer}", kind) for part in "kv")
+        return self._attend(query, keys, values, self.mask(kind), name)
+
+    def _attend(self, query: Var, keys: Var, values: Var, mask: Var, name: str) -> Var:
+        kv_heads, group, _, head_dim = query.shape
         # The query heads of a KV head are folded into rows, so that one product per KV head serves them all.
         folded = mb.reshape(x=query, shape=[kv_heads, -1, head_dim], name=f"{name}_query")
         attend = self._explicit_attention if self.layout.attention_form == "explicit" else self._fused_attention
-        mixed = attend(folded, keys, values, group, self.mask(kind), name)
+        mixed = attend(folded, keys, values, group, mask, name)
         apart = mb.reshape(x=mixed, shape=[kv_heads, group, -1, head_dim], name=f"{name}_mixed_heads")
         rows_first = mb.transpose(x=apart, perm=[2, 0, 1, 3], name=f"{name}_mixed_rows")
         return mb.reshape(x=rows_first, shape=[-1, kv_heads * group * head_dim], name=f"{name}_mixed")
@@ -211,9 +220,19 @@ class FunctionEmitter:
         written = getattr(self, f"_write_{self.layout.write_form}")(current, rows, kind, f"{name}_update")
         # coremltools wants each state update directly after the operation that makes its value.
         updated = mb.coreml_update_state(state=handle, value=written, name=f"{name}_state")
+        return self._prefix(updated, kind, name)
+
+    def _view(self, state: str, kind: str) -> Var:
+        """The first slots of a state that this function does not write [KV, W, D]; read once per function."""
+        if state not in self._views:
+            current = mb.read_state(input=self._inputs[state], name=f"{state}_read")
+            self._views[state] = self._prefix(current, kind, f"{state}_view")
+        return self._views[state]
+
+    def _prefix(self, rows: Var, kind: str, name: str) -> Var:
         kv_heads, _, head_dim = rows.shape
         size = [kv_heads, self.layout.view_rows(kind), head_dim]
-        return mb.slice_by_size(x=updated, begin=[0, 0, 0], size=size, name=name)
+        return mb.slice_by_size(x=rows, begin=[0, 0, 0], size=size, name=name)
 
     def _write_slice_update(self, current: Var, rows: Var, kind: str, name: str) -> Var:
         if kind not in self._bounds:

@@ -85,11 +85,12 @@ class PackageWriter:
     def add_function(self, name: str, inputs: Mapping[str, Any], emit: EmitBody) -> None:
         """Emit a function and write those of its constants that no function before it had.
 
-        inputs: `tensor_input`s and `state_input`s by name. The output has the name of the operation that `emit`
-        returned.
+        inputs: `tensor_input`s and `state_input`s by name. An output has the name of the operation that `emit`
+        returned; it may return several as a tuple.
         """
         with _fresh_names(), Function(dict(inputs), opset_version=_TARGET) as function:
-            function.set_outputs([emit(dict(function.inputs))])
+            outputs = emit(dict(function.inputs))
+            function.set_outputs(list(outputs) if isinstance(outputs, tuple) else [outputs])
         self._check_states(name, function)
         program = Program()
         program.add_function(name, function)

@@ -1,7 +1,8 @@
 """Recognises stateful attention: rows written into a K and a V state, then masked attention over a prefix view of both.
 
 The pattern is the one that Apple's own examples use: `slice_update` at a run-time row, `write_state`, `read_state`, a
-prefix view, scores, `select` with a mask that is elementwise in the positions, softmax, weighted sum. Anything else is
+prefix view, scores, `select` with a mask that is elementwise in the positions, softmax, weighted sum. Functions that
+only read states (a drafter that attends to its target's K/V) have the same pattern without the write. Anything else is
 left to the general path.
 """
 
@@ -30,8 +31,8 @@ class AttentionPlan:
     group: int
     """Query heads per KV head."""
     head_dim: int
-    write_start: str
-    """Function input [1] int32: first row written."""
+    write_start: str | None
+    """Function input [1] int32: first row written; None if the states are only read."""
     slot_positions: str
     """Function input [W] int32: position held by each row of the prefix view."""
 
@@ -43,9 +44,9 @@ class AttentionMatch:
     plan: AttentionPlan
     query: str
     """[kv heads, group * S, D]"""
-    new_key: str
-    """[kv heads, S, D], before the rounding to the state's fp16"""
-    new_value: str
+    new_key: str | None
+    """[kv heads, S, D], before the rounding to the state's fp16; None if the states are only read."""
+    new_value: str | None
     mask: str
     masked_score: float
     output: str
@@ -54,15 +55,17 @@ class AttentionMatch:
     """S"""
     operations: frozenset[str]
     """Names of the operations that the block form replaces (mask operations are not among them)."""
+    views: frozenset[str] = frozenset()
+    """Of an attention that only reads: names of the operations that read the states, which others may share."""
 
 
 @dataclass(frozen=True)
 class _View:
-    """A prefix view of a state that was just written."""
+    """A prefix view of a state that was just written, or is never written."""
 
     state: str
-    new_rows: str
-    write_start: str
+    new_rows: str | None
+    write_start: str | None
     rows: int
     operations: tuple[str, ...]
 
@@ -116,11 +119,26 @@ def find_attention(function: Function) -> list[AttentionMatch]:
     """All stateful attentions of `function`, or an empty list if one of its states is used in any other way."""
     if not function.states:
         return []
-    graph = _Graph(function)
-    found = [match for op in function.operations if op.type == "softmax" and (match := _match(graph, op))]
+    found = _matches(_Graph(function))
     covered = {state for m in found for state in (m.plan.key_state, m.plan.value_state)}
-    alike = len({match.rows for match in found}) == 1
+    alike = len({match.rows for match in found}) == 1 and all(match.plan.write_start for match in found)
     return found if alike and covered == set(function.states) and len(covered) == 2 * len(found) else []
+
+
+def find_reading_attention(function: Function) -> list[AttentionMatch]:
+    """All attentions of a function that writes no state; an empty list if it uses a state in any other way."""
+    graph = _Graph(function)
+    found = _matches(graph)
+    views = {name for match in found for name in match.views}
+    products = {name for match in found for name in match.operations}
+    touching = [op for op in function.operations if op.type in ("read_state", "write_state")]
+    users = {user.name for name in views for user in graph.consumers.get(name, [])}
+    whole = all(op.name in views for op in touching) and users <= views | products
+    return found if whole and all(match.plan.write_start is None for match in found) else []
+
+
+def _matches(graph: _Graph) -> list[AttentionMatch]:
+    return [match for op in graph.function.operations if op.type == "softmax" and (match := _match(graph, op))]
 
 
 def index_operations(function: Function, matches: list[AttentionMatch]) -> frozenset[str]:
@@ -168,11 +186,12 @@ def _match(graph: _Graph, softmax: Operation) -> AttentionMatch | None:
         return None
     slots = _slot_positions(graph, mask, keys.rows)
     kv_heads, folded, head_dim = graph.shape(query)
-    rows = graph.shape(keys.new_rows)[1]
+    rows = graph.shape(mask)[0] if keys.new_rows is None else graph.shape(keys.new_rows)[1]
     if slots is None or keys.rows != values.rows or folded % rows or folded == rows:
         return None
     plan = AttentionPlan(keys.state, values.state, kv_heads, folded // rows, head_dim, keys.write_start, slots)
     claimed = {scores.name, unfold.name, select.name, softmax.name, fold.name, weighted.name}
+    views = frozenset(keys.operations) | frozenset(values.operations)
     return AttentionMatch(
         plan,
         query,
@@ -182,7 +201,8 @@ def _match(graph: _Graph, softmax: Operation) -> AttentionMatch | None:
         float(negative.value()),
         weighted.outputs[0][0],
         rows,
-        frozenset(claimed | set(keys.operations) | set(values.operations)),
+        frozenset(claimed) if keys.write_start is None else frozenset(claimed) | views,
+        views if keys.write_start is None else frozenset(),
     )
 
 
@@ -192,7 +212,7 @@ def _flag(graph: _Graph, operation: Operation, name: str) -> bool:
 
 
 def _view(graph: _Graph, value: str | Constant | None) -> _View | None:
-    """A prefix view [heads, W, D] of a state whose rows were written just before in the same function."""
+    """A prefix view [heads, W, D] of a state whose rows were written just before in the same function, or never."""
     slicing = graph.source(value)
     if slicing is None or slicing.type != "slice_by_size":
         return None
@@ -204,12 +224,16 @@ def _view(graph: _Graph, value: str | Constant | None) -> _View | None:
     if reading.type != "read_state" or not isinstance(state, str) or any(begin.value().reshape(-1)):
         return None
     declared = graph.function.states.get(state)
-    writing = _last_write(graph, state, before=reading)
-    if declared is None or len(declared.shape) != 3 or writing is None:
+    if declared is None or len(declared.shape) != 3:
         return None
     heads, rows, dim = declared.shape
     view = tuple(int(n) for n in size.value().reshape(-1))
     if view[0] not in (heads, -1) or view[2] not in (dim, -1) or not 0 < view[1] <= rows - BLOCK or view[1] % BLOCK:
+        return None
+    if not any(op.type == "write_state" for op in graph.consumers.get(state, [])):
+        return _View(state, None, None, view[1], (slicing.name, reading.name))
+    writing = _last_write(graph, state, before=reading)
+    if writing is None:
         return None
     update = graph.source(graph.argument(writing, "data"))
     if update is None or update.type != "slice_update":

@@ -29,7 +29,7 @@ from llm_gemma_coreml.runtime.portable.block_inputs import (
     tail_input,
 )
 from llm_gemma_coreml.runtime.portable.context import Claim, Context
-from llm_gemma_coreml.runtime.portable.graph import MICROSOFT
+from llm_gemma_coreml.runtime.portable.graph import MICROSOFT, GraphBuilder
 
 FLOAT, INT32 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
 
@@ -56,7 +56,7 @@ class BlockForm:
         if not self._matches:
             return []
         shared = _Shared()
-        hidden = {name for plan in self.plans for name in (plan.key_state, plan.value_state, plan.write_start)}
+        hidden = {name for plan in self.plans for name in (plan.key_state, plan.value_state, plan.write_start) if name}
         claims = [
             Claim(match.operations, partial(_emit, match=match, shared=shared), frozenset(hidden))
             for match in self._matches
@@ -66,6 +66,8 @@ class BlockForm:
 
 def _emit(context: Context, match: AttentionMatch, shared: _Shared) -> None:
     graph, plan = context.graph, match.plan
+    assert match.new_key is not None
+    assert match.new_value is not None
     rows = graph.round_to_half(context.tensor(match.new_key)), graph.round_to_half(context.tensor(match.new_value))
     for state, new in zip((plan.key_state, plan.value_state), rows, strict=True):
         graph.add_output(new_output(state), new, FLOAT)
@@ -85,6 +87,45 @@ def _emit(context: Context, match: AttentionMatch, shared: _Shared) -> None:
     context.define(match.output, graph.reshape(heads_first, [plan.kv_heads, -1, plan.head_dim]))
 
 
+class PastRows:
+    """The rows of one state that a run reads in place, head by head, and the products with them."""
+
+    def __init__(self, context: Context, plan: AttentionPlan, state: str) -> None:
+        self._graph = context.graph
+        self._past = [
+            self._graph.unsqueeze(
+                self._graph.add_input(past_input(state, head), FLOAT, [1, f"{plan.slot_positions}/P", plan.head_dim]), [1]
+            )
+            for head in range(plan.kv_heads)
+        ]
+
+    def scores(self, query: str) -> str:
+        """query [KV, groups, n, D] with the keys: [KV, groups, n, P]."""
+        parts = [key_scores(self._graph, *pair) for pair in zip(self._past, self._by_head(query), strict=True)]
+        return parts[0] if len(parts) == 1 else self._graph.emit("Concat", parts, axis=0)
+
+    def mix(self, weights: str) -> str:
+        """weights [KV, groups, n, P] times the values: [KV, groups, D, n]."""
+        parts = [value_mix(self._graph, *pair) for pair in zip(self._past, self._by_head(weights), strict=True)]
+        return parts[0] if len(parts) == 1 else self._graph.emit("Concat", parts, axis=0)
+
+    def _by_head(self, value: str) -> list[str]:
+        heads = len(self._past)
+        return [value] if heads == 1 else self._graph.emit_many("Split", [value], heads, axis=0, num_outputs=heads)
+
+
+def key_scores(graph: GraphBuilder, keys: str, query: str) -> str:
+    """keys [h, 1, P, D] and query [h, groups, n, D]: [h, groups, n, P]."""
+    # Keys come first: the number of columns is then that of the query rows, whatever the number of keys.
+    product = graph.emit("FusedMatMul", [keys, query], MICROSOFT, transB=1)
+    return graph.emit("Transpose", [product], perm=[0, 1, 3, 2])
+
+
+def value_mix(graph: GraphBuilder, values: str, weights: str) -> str:
+    """values [h, 1, P, D] and weights [h, groups, n, P]: [h, groups, D, n]."""
+    return graph.emit("FusedMatMul", [values, weights], MICROSOFT, transA=1, transB=1)
+
+
 class _Sides:
     """Past and block rows of one state, and the products with them."""
 
@@ -92,12 +133,7 @@ class _Sides:
         self._graph = context.graph
         self._plan = plan
         heads, dim = plan.kv_heads, plan.head_dim
-        self._past = [
-            self._graph.unsqueeze(
-                self._graph.add_input(past_input(state, head), FLOAT, [1, f"{plan.slot_positions}/P", dim]), [1]
-            )
-            for head in range(heads)
-        ]
+        self._past = PastRows(context, plan, state)
         tail = self._graph.add_input(tail_input(state), FLOAT, [heads, f"{plan.slot_positions}/T", dim])
         padding = padding_input(plan)
         if padding not in shared.inputs:
@@ -107,39 +143,24 @@ class _Sides:
 
     def scores(self, query: str) -> str:
         """query [KV, groups, n, D] with the past keys: [KV, groups, n, P]."""
-        parts = [self._scores(keys, part) for keys, part in zip(self._past, self._by_head(query), strict=True)]
-        return parts[0] if len(parts) == 1 else self._graph.emit("Concat", parts, axis=0)
+        return self._past.scores(query)
 
     def block_scores(self, query: str) -> str:
         """The same with the block's keys: [KV, groups, n, B]."""
-        return self._scores(self._block, query)
+        return key_scores(self._graph, self._block, query)
 
     def mix(self, weights: str, columns: str) -> str:
         """weights [KV, G, S, P] times the past values: [KV, groups, D, n]."""
-        grouped = self._grouped(weights, columns)
-        parts = [self._mix(rows, part) for rows, part in zip(self._past, self._by_head(grouped), strict=True)]
-        return parts[0] if len(parts) == 1 else self._graph.emit("Concat", parts, axis=0)
+        return self._past.mix(self._grouped(weights, columns))
 
     def block_mix(self, weights: str, columns: str) -> str:
         """The same with the block's values."""
-        return self._mix(self._block, self._grouped(weights, columns))
-
-    def _scores(self, keys: str, query: str) -> str:
-        # Keys come first: the number of columns is then that of the query rows, whatever the number of keys.
-        product = self._graph.emit("FusedMatMul", [keys, query], MICROSOFT, transB=1)
-        return self._graph.emit("Transpose", [product], perm=[0, 1, 3, 2])
-
-    def _mix(self, values: str, weights: str) -> str:
-        return self._graph.emit("FusedMatMul", [values, weights], MICROSOFT, transA=1, transB=1)
+        return value_mix(self._graph, self._block, self._grouped(weights, columns))
 
     def _grouped(self, weights: str, columns: str) -> str:
         size = self._graph.dimension(weights, 3)
         shape = [self._graph.constant([self._plan.kv_heads, -1], "int64"), columns, size]
         return self._graph.reshape(weights, self._graph.emit("Concat", shape, axis=0))
-
-    def _by_head(self, value: str) -> list[str]:
-        heads = self._plan.kv_heads
-        return [value] if heads == 1 else self._graph.emit_many("Split", [value], heads, axis=0, num_outputs=heads)
 
 
 def _rows(context: Context, new: str, shared: _Shared) -> str:

@@ -51,13 +51,19 @@ class BlockSlots:
         """int32 [P], the block's slots blanked; P is a multiple of 128, no longer than needed."""
         past = self.slot_positions.copy()
         past[self.first : self.start + self.rows] = -1
-        filled = np.flatnonzero(past >= 0)
-        needed = int(filled[-1]) + 1 if len(filled) else 1
-        return past[: -(-needed // BLOCK) * BLOCK]
+        return filled_prefix(past)
+
+
+def filled_prefix(slot_positions: Array) -> Array:
+    """The slots up to the last filled one, int32 [P], P a multiple of 128."""
+    filled = np.flatnonzero(slot_positions >= 0)
+    needed = int(filled[-1]) + 1 if len(filled) else 1
+    return slot_positions[: -(-needed // BLOCK) * BLOCK]
 
 
 def block_slots(plan: AttentionPlan, inputs: Mapping[str, Array], rows: int, buffer_rows: int) -> BlockSlots:
     """The slots of a call, from its inputs. Raises GemmaCoreMLError for a write that leaves the buffer."""
+    assert plan.write_start is not None
     start = int(inputs[plan.write_start][0])
     if not 0 <= start <= buffer_rows - rows:
         raise GemmaCoreMLError(f"{plan.write_start} is {start}, but rows 0 to {buffer_rows - rows} can be written.")
@@ -70,9 +76,12 @@ def attention_feeds(
     """ONNX inputs of all attentions, and the first row to be written for each state."""
     feeds: dict[str, Array] = {}
     starts: dict[str, int] = {}
-    known: dict[tuple[str, str], tuple[BlockSlots, int]] = {}
+    known: dict[tuple[str, str | None], tuple[BlockSlots, int]] = {}
     buffers = state.buffers()
     for plan in plans:
+        if plan.write_start is None:
+            feeds.update(_reading_feeds(plan, inputs, buffers))
+            continue
         key = (plan.slot_positions, plan.write_start)
         if key not in known:
             slots = block_slots(plan, inputs, rows, buffers[plan.key_state].shape[1])
@@ -90,3 +99,13 @@ def attention_feeds(
             for head in range(plan.kv_heads):
                 feeds[past_input(name, head)] = buffer[head : head + 1, :past_rows]
     return feeds, starts
+
+
+def _reading_feeds(plan: AttentionPlan, inputs: Mapping[str, Array], buffers: Mapping[str, Array]) -> dict[str, Array]:
+    """ONNX inputs of an attention that only reads: slot positions and views, both cut after the last filled slot."""
+    slots = filled_prefix(inputs[plan.slot_positions])
+    feeds = {plan.slot_positions: slots}
+    for name in (plan.key_state, plan.value_state):
+        for head in range(plan.kv_heads):
+            feeds[past_input(name, head)] = buffers[name][head : head + 1, : len(slots)]
+    return feeds

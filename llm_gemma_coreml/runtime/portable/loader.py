@@ -96,17 +96,20 @@ class PortablePackage:
 
     def _translate(self, name: str) -> CompiledFunction:
         from llm_gemma_coreml.runtime.portable.block_form import BlockForm
+        from llm_gemma_coreml.runtime.portable.reading_form import ReadingForm
         from llm_gemma_coreml.runtime.portable.translate import translate_function
 
         if name not in self._package.functions:
             raise PackageError(f"{self._path} has no function {name!r}, only {', '.join(self.function_names)}.")
         program = self._package.functions[name]
-        form = BlockForm(program)
+        form, reading = BlockForm(program), ReadingForm(program)
         symbolic = _symbolic_dimensions(program, self._package)
         for plan in form.plans:
             symbolic[plan.slot_positions] = (f"{plan.slot_positions}/B",)
+        for plan in reading.plans:
+            symbolic[plan.slot_positions] = (f"{plan.slot_positions}/P",)
         translation = translate_function(
-            program, rewrites=[form], symbolic=symbolic, exact=self._options.exact, package=self._path
+            program, rewrites=[form, reading], symbolic=symbolic, exact=self._options.exact, package=self._path
         )
         # The function's own name must not tell two equal models apart.
         translation.model.graph.name = "function"
@@ -117,7 +120,7 @@ class PortablePackage:
             tuple(program.outputs),
             translation.state_inputs,
             translation.state_outputs,
-            tuple(form.plans),
+            (*form.plans, *reading.plans),
             form.rows,
         )
         self._compiled.functions[name] = compiled
