@@ -49,6 +49,22 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
         rows.rows([1, 0])
 
 
+def test_fp16_rows_are_the_values(tmp_path: Path) -> None:
+    write_small_files(tmp_path)
+    values = np.random.default_rng(1).standard_normal((96, 64)).astype(np.float16)
+    values[3, 5] = np.inf
+    (tmp_path / "table.bin").write_bytes(bytes(8) + values.astype("<f2").tobytes())
+    table = dataclasses.replace(manifest().embedding, dtype="float16", values_offset=8, multiplier=1.0)
+    rows = EmbeddingRows(tmp_path, table)
+    found = rows.rows([95, 0, 0])
+    assert found.dtype == np.float32
+    assert np.array_equal(found, values[[95, 0, 0]].astype(np.float32))
+    with pytest.raises(BundleError, match="NaN or infinite"):
+        rows.rows([3])
+    with pytest.raises(BundleError, match="the embedding table ends at"):
+        EmbeddingRows(tmp_path, dataclasses.replace(table, values_offset=10))
+
+
 def test_a_table_longer_than_its_file_is_refused(tmp_path: Path) -> None:
     write_small_files(tmp_path)
     for change in ({"scales_offset": 1 << 50}, {"rows": 1 << 40}):

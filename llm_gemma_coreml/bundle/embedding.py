@@ -20,9 +20,11 @@ class EmbeddingRows:
         """Map the table described by `table`. Raises BundleError if it does not fit its file."""
         self.table = table
         self._path = resolve_inside(bundle_path, table.path)
-        blocks = table.columns // table.block_size
-        self._values: NDArray[np.int8] = self._map("i1", table.values_offset, (table.rows, table.columns))
-        self._scales: NDArray[np.float16] = self._map("<f2", table.scales_offset, (table.rows, blocks))
+        halves = table.dtype == "float16"
+        self._values: NDArray[Any] = self._map("<f2" if halves else "i1", table.values_offset, (table.rows, table.columns))
+        self._scales: NDArray[np.float16] | None = None
+        if not halves:
+            self._scales = self._map("<f2", table.scales_offset, (table.rows, table.columns // table.block_size))
 
     def _map(self, dtype: str, offset: int, shape: tuple[int, int]) -> NDArray[Any]:
         end = offset + np.dtype(dtype).itemsize * shape[0] * shape[1]
@@ -35,17 +37,18 @@ class EmbeddingRows:
     def rows(self, ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Scaled rows of the token ids: fp32 [len(ids), columns].
 
-        Raises RequestError for an id outside of the table, BundleError for a scale that is NaN or infinite.
+        Raises RequestError for an id outside of the table, BundleError for a value or scale that is NaN or infinite.
         """
         index = np.asarray(ids, dtype=np.int64).reshape(-1)
         if index.size and (index.min() < 0 or index.max() >= self.table.rows):
             wrong = index[(index < 0) | (index >= self.table.rows)][0]
             raise RequestError(f"Token id {wrong} is not in the vocabulary of {self.table.rows} tokens.")
-        scales = self._scales[index].astype(np.float32)
-        if not np.isfinite(scales).all():
-            raise BundleError(f"{self._path} holds embedding scales that are NaN or infinite. {REMEDY}")
-        blocks = scales.shape[1]
-        values = self._values[index].astype(np.float32).reshape(index.size, blocks, self.table.block_size)
-        values *= scales[:, :, None]
+        values = self._values[index].astype(np.float32)
+        factors = values if self._scales is None else self._scales[index].astype(np.float32)
+        if not np.isfinite(factors).all():
+            raise BundleError(f"{self._path} holds embedding values that are NaN or infinite. {REMEDY}")
+        if self._scales is not None:
+            blocks = values.reshape(*factors.shape, self.table.block_size)
+            blocks *= factors[:, :, None]
         values *= np.float32(self.table.multiplier)
-        return values.reshape(index.size, self.table.columns)
+        return values

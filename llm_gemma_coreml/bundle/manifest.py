@@ -38,11 +38,12 @@ class LayerPackage:
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """Where the embedding rows are: int8 values with a scale per block of `block_size` columns.
+    """Where the embedding rows are: int8 values with a scale per block of `block_size` columns, or fp16 values.
 
     The bytes may lie inside a package's weight file (the tied head's own blob). Row i, fp32 =
-    values[i] * repeat(scales[i], block_size) * multiplier. values: int8 [rows, columns] at `values_offset`;
+    values[i] * repeat(scales[i], block_size) * multiplier. values: `dtype` [rows, columns] at `values_offset`;
     scales: fp16 [rows, columns / block_size] at `scales_offset`; both little-endian, row-major, in `path`.
+    fp16 values have no scales: block_size and scales_offset mean nothing then.
     """
 
     path: str
@@ -52,7 +53,9 @@ class EmbeddingTable:
     values_offset: int
     scales_offset: int
     multiplier: float
-    """sqrt(hidden size), rounded as the family rounds it."""
+    """sqrt(hidden size), rounded as the family rounds it; 1 if the values hold it already."""
+    dtype: str = "int8"
+    """"int8" or "float16"."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,8 @@ class Manifest:
     drafter: Drafter | None = None
     layout: str = "ladder"
     """"ladder" (ours) or "published" (okayuji's)."""
+    head_output: str = "logits"
+    """"logits", or "token": the head gives the id of the most likely token and nothing else."""
     schema_version: int = SCHEMA_VERSION
     notes: tuple[str, ...] = field(default_factory=tuple)
 

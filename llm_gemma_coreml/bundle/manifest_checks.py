@@ -18,6 +18,8 @@ BLOCK = 128
 FAMILIES = ("gemma3", "gemma4")
 TEMPLATE_KINDS = ("transcript", "gemma3", "gemma4")
 LAYOUTS = ("ladder", "published")
+HEAD_OUTPUTS = ("logits", "token")
+EMBEDDING_TYPES = ("int8", "float16")
 KINDS = ("sliding", "full")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -47,7 +49,8 @@ def _require(condition: bool, problem: str) -> None:
 def check_manifest(manifest: Manifest) -> None:
     """Raise BundleError with what is wrong; the caller adds the file's name and the remedy."""
     _require(is_valid_name(manifest.name), f"name {manifest.name!r} cannot be a bundle's name")
-    for field, allowed in (("family", FAMILIES), ("template_kind", TEMPLATE_KINDS), ("layout", LAYOUTS)):
+    choices = {"family": FAMILIES, "template_kind": TEMPLATE_KINDS, "layout": LAYOUTS, "head_output": HEAD_OUTPUTS}
+    for field, allowed in choices.items():
         value = getattr(manifest, field)
         _require(value in allowed, f"{field} is {value!r}, known are {', '.join(allowed)}")
     _check_sizes(manifest)
@@ -162,12 +165,14 @@ def _check_embedding(manifest: Manifest) -> None:
     table = manifest.embedding
     _require(table.rows == manifest.vocabulary_size, "embedding.rows must equal vocabulary_size")
     _require(table.columns == manifest.hidden_size, "embedding.columns must equal hidden_size")
+    _require(table.dtype in EMBEDDING_TYPES, f"embedding.dtype is {table.dtype!r}, known are {', '.join(EMBEDDING_TYPES)}")
     _require(
         table.block_size >= 1 and table.columns % table.block_size == 0,
         "embedding.block_size must divide embedding.columns",
     )
     _require(table.values_offset >= 0 and table.scales_offset >= 0, "embedding offsets must not be negative")
-    _require(table.scales_offset % 2 == 0, "embedding.scales_offset must be even (fp16 values)")
+    halves = table.values_offset if table.dtype == "float16" else table.scales_offset
+    _require(halves % 2 == 0, "the offset of fp16 embedding values or scales must be even")
     _require(table.multiplier > 0, "embedding.multiplier must be positive")
 
 
