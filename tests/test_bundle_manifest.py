@@ -138,7 +138,7 @@ def test_text_that_is_no_manifest(text: str | bytes) -> None:
 
 def test_every_field_is_needed() -> None:
     whole = json.loads(manifest().to_json())
-    for name in whole.keys() - {"drafter", "layout", "schema_version", "notes"}:
+    for name in whole.keys() - {"drafter", "layout", "head_output", "schema_version", "notes"}:
         with pytest.raises(BundleError, match=f"lacks the field '{name}'"):
             Manifest.from_json(json.dumps({key: value for key, value in whole.items() if key != name}))
 
