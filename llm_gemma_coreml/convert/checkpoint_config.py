@@ -11,6 +11,7 @@ from llm_gemma_coreml.convert.source import FULL, SLIDING, ModelConfig
 from llm_gemma_coreml.errors import SourceError
 
 GEMMA_TERMS = ("Gemma Terms of Use", "https://ai.google.dev/gemma/terms")
+APACHE_LICENCE = ("Apache License 2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
 # Published configurations leave out what equals these defaults of their family.
 _GEMMA3_DEFAULTS: dict[str, Any] = {
@@ -62,6 +63,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, None),
     "hidden_activation": ("gelu_pytorch_tanh", None),
 }
+_WHAT_IT_IS = {
+    "hidden_size_per_layer_input": "an embedding for each layer, as Gemma 4 E2B and E4B have it",
+    "num_kv_shared_layers": "layers that use the keys and values of others, as Gemma 4 E2B and E4B have them",
+    "enable_moe_block": "a mixture of experts, as Gemma 4 26B-A4B has it",
+}
 
 
 class _Settings:
@@ -109,13 +115,15 @@ def read_config(path: Path, document: Any, name: str, embedding_dtype: str) -> M
     for key, harmless in _UNSUPPORTED.items():
         value = settings.raw(key)
         if value not in harmless:
+            what = f" ({_WHAT_IT_IS[key]})" if key in _WHAT_IT_IS else ""
             raise SourceError(
-                f"{path}: {key} = {value!r} is not supported. Supported models: {supported_models()}."
+                f"{path}: {key} = {value!r} is not supported{what}. Supported models: {supported_models()}."
             )
     layer_types = _layer_types(settings)
     if family == "gemma3":
         return _gemma3(settings, name, layer_types, embedding_dtype)
-    return _gemma4(settings, name, layer_types, embedding_dtype)
+    # As in transformers, the last layer is a full one whatever the file says.
+    return _gemma4(settings, name, (*layer_types[:-1], FULL), embedding_dtype)
 
 
 def supported_models() -> str:
@@ -132,6 +140,8 @@ def _text_settings(path: Path, document: Any) -> tuple[str, _Settings]:
         values = document.get("text_config")
         if not isinstance(values, dict):
             raise SourceError(f"{path}: text_config is missing.")
+        if document.get("tie_word_embeddings") is False:
+            values = values | {"tie_word_embeddings": False}
         model_type = values.get("model_type", _WRAPPERS[model_type])
     if not isinstance(model_type, str) or model_type not in _TEXT_MODELS:
         raise SourceError(
@@ -254,8 +264,8 @@ def _gemma4(
         live_frequencies_full=int(part * head_dim_full // 2),
         query_scale=1.0,
         norm_adds_one=False,
-        licence="Gemma 4 licence",
-        licence_url="https://ai.google.dev/gemma",
+        licence=APACHE_LICENCE[0],
+        licence_url=APACHE_LICENCE[1],
         value_norm=True,
         value_is_key_full=bool(settings.raw("attention_k_eq_v")),
         layer_scalar=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -14,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from llm_gemma_coreml.convert.checkpoint_config import read_config
+from llm_gemma_coreml.convert.checkpoint_facts import read_chat_template, read_json, read_text, read_tokenizer_facts
 from llm_gemma_coreml.convert.quantise import Quantised, exact_int4
 from llm_gemma_coreml.convert.source import (
     Float32,
-    TokenizerFacts,
     check_config,
     check_finite,
     check_tensors,
@@ -60,6 +59,8 @@ class _Place:
 class SafetensorsSource:
     """A directory with `config.json` and one or more `.safetensors` files as a `Source`."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._open_files = ExitStack()
@@ -70,7 +71,6 @@ class SafetensorsSource:
         document = read_json(config_path)
         self.config = read_config(config_path, document, path.name, places["embedding"].dtype)
         self._tokenizer: bytes | None = None
-        self._config_document: dict[str, Any] = document
         check_config(path, self.config)
         check_tensors(path, self.config, {name: place.shape for name, place in places.items()}, unknown)
         for name, place in places.items():
@@ -81,8 +81,8 @@ class SafetensorsSource:
                 )
         self._places = places
         self._trim_vocabulary()
-        self.chat_template = _chat_template(path)
-        self.tokenizer_facts = self._read_tokenizer_facts()
+        self.chat_template = read_chat_template(path, self.config.family, self._pieces)
+        self.tokenizer_facts = read_tokenizer_facts(path, document, self._pieces, self.config.vocabulary_size)
 
     @cached_property
     def description(self) -> str:
@@ -130,7 +130,7 @@ class SafetensorsSource:
             model, document = self.path / "tokenizer.model", self.path / "tokenizer.json"
             # tokenizer.json comes first: tokens that a fine-tuner added are only there.
             if document.exists():
-                self._tokenizer = tokenizer.from_tokenizer_json(_read_text(document), str(document))
+                self._tokenizer = tokenizer.from_tokenizer_json(read_text(document), str(document))
             elif model.exists():
                 self._tokenizer = tokenizer.from_sentencepiece(model.read_bytes(), str(model))
             else:
@@ -205,11 +205,9 @@ class SafetensorsSource:
 
     def _trim_vocabulary(self) -> None:
         """Leave out embedding rows that no piece of the tokenizer names (padding, image placeholders)."""
-        if not any((self.path / name).exists() for name in ("tokenizer.model", "tokenizer.json")):
+        if not self._has_tokenizer():
             return  # reported when the tokenizer is asked for
-        from llm_gemma_coreml.convert.tokenizer import piece_count
-
-        pieces = piece_count(self.tokenizer_model())
+        pieces = len(self._pieces)
         if pieces > self.config.vocabulary_size:
             raise SourceError(
                 f"{self.path}: the tokenizer has {pieces} pieces, the embedding "
@@ -218,29 +216,15 @@ class SafetensorsSource:
             )
         self.config = replace(self.config, vocabulary_size=pieces)
 
-    def _read_tokenizer_facts(self) -> TokenizerFacts:
-        path = self.path / "generation_config.json"
-        generation = read_json(path) if path.exists() else {}
-        text_config = self._config_document.get("text_config") or {}
-        stops: set[int] = {1}
-        for document in (generation, self._config_document, text_config):
-            stops |= set(_ids(path, document.get("eos_token_id")))
-        if self.config.family == "gemma4":
-            # A tool's turn ends with this marker; not every configuration lists it.
-            stops |= {50, 106}
-        stops = {number for number in stops if number < self.config.vocabulary_size}
-        bos = _ids(path, generation.get("bos_token_id") or self._config_document.get("bos_token_id") or 2)
-        defaults = {
-            key: float(generation[key])
-            for key in ("temperature", "top_k", "top_p")
-            if isinstance(generation.get(key), int | float)
-        }
-        return TokenizerFacts(
-            bos_id=bos[0],
-            stop_ids=tuple(sorted(stops)),
-            suppressed_ids=tuple(sorted(_ids(path, generation.get("suppress_tokens")))),
-            sampling_defaults=defaults,
-        )
+    @cached_property
+    def _pieces(self) -> dict[str, int]:
+        """Id of each piece of the tokenizer; empty if there is none, which is reported when it is asked for."""
+        from llm_gemma_coreml.convert.tokenizer import piece_ids
+
+        return piece_ids(self.tokenizer_model()) if self._has_tokenizer() else {}
+
+    def _has_tokenizer(self) -> bool:
+        return any((self.path / name).exists() for name in ("tokenizer.model", "tokenizer.json"))
 
 
 def _canonical_name(key: str) -> str | None:
@@ -257,48 +241,3 @@ def _canonical_name(key: str) -> str | None:
     if match is None or match.group(2) not in _LAYER_NAMES:
         return None
     return f"layers.{int(match.group(1))}.{_LAYER_NAMES[match.group(2)]}"
-
-
-def _ids(path: Path, value: Any) -> list[int]:
-    """Token ids given as one number, a list, or not at all."""
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in values):
-        raise SourceError(f"{path}: {str(value)[:60]} should be token ids.")
-    return values
-
-
-def _read_text(path: Path) -> str:
-    try:
-        if path.stat().st_size > _MAX_JSON:
-            raise SourceError(f"{path}: larger than {_MAX_JSON >> 20} MB; this is not the file it should be.")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path}: cannot be read ({error}).") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file at `path`. Raises SourceError if there is none."""
-    try:
-        document = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: not JSON ({error}).") from error
-    if not isinstance(document, dict):
-        raise SourceError(f"{path}: not a JSON object.")
-    return document
-
-
-def _chat_template(path: Path) -> str | None:
-    """The checkpoint's Jinja template, from any of the three places where it may be."""
-    if (path / "chat_template.jinja").exists():
-        return _read_text(path / "chat_template.jinja")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        if (path / name).exists():
-            template = read_json(path / name).get("chat_template")
-            if isinstance(template, list):
-                named = {
-                    each.get("name"): each.get("template") for each in template if isinstance(each, dict)
-                }
-                template = named.get("default")
-            if isinstance(template, str):
-                return template
-    return None

@@ -1,4 +1,4 @@
-"""Gemma 4 (dense text): Gemma 3's layer with normed values, full layers that take K and V from one projection, a scalar per layer."""
+"""Gemma 4 (dense text): normed values, K and V from one projection in full layers, a scalar on each layer's output."""
 
 from __future__ import annotations
 
