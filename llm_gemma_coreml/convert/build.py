@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llm_gemma_coreml.bundle.checksums import file_entries
-from llm_gemma_coreml.bundle.manifest import (
-    MANIFEST_FILE,
-    EmbeddingTable,
-    LayerPackage,
-    Manifest,
-    RotaryEmbedding,
-    StateEntry,
-)
+from llm_gemma_coreml.bundle.inspection import check_packages
 from llm_gemma_coreml.bundle.manifest_checks import BLOCK as _POSITIONS
 from llm_gemma_coreml.bundle.store import bundle_writer, bundles_folder, check_name, require_free_space
+from llm_gemma_coreml.bundle.work_folder import WorkFolder
+from llm_gemma_coreml.convert.bundle_files import write_bundle_files
 from llm_gemma_coreml.convert.calibration import Importance
-from llm_gemma_coreml.convert.quantise import block_size
+from llm_gemma_coreml.convert.fingerprint import conversion_fingerprint
 from llm_gemma_coreml.convert.source import PROJECTIONS, ModelConfig, Source, expected_shapes, open_source
 from llm_gemma_coreml.convert.weight_table import WeightTable
-from llm_gemma_coreml.errors import MissingDependencyError, RequestError
+from llm_gemma_coreml.errors import MissingDependencyError, PackageError, RequestError
+from llm_gemma_coreml.machine import require_memory
 
 if TYPE_CHECKING:
     from llm_gemma_coreml.convert.packages import Layout
@@ -38,7 +34,8 @@ DEFAULT_WIDTHS = (1, 2, 4, 8, 128)
 SMALL_MODEL = 1_000_000_000
 """Models with fewer parameters lose too much with 4 bits."""
 _LARGE_PACKAGE = 12
-_TOKENIZER, _TEMPLATE, _LICENCE = "tokenizer.model", "chat_template.jinja", "LICENCE.txt"
+_BASE_MEMORY = 700 << 20
+"""Of a process that converts, without the tensor at hand."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,10 @@ def build_bundle(
 
     name: default from the checkpoint. folder: where bundles live; default the installed ones. replace: an older
     bundle of that name gives way once the new one is whole. The other arguments are those of BuildOptions.
-    All or nothing: a bundle is there when it is complete, and not before.
-    Raises SourceError, BundleError (name taken, disk full), RequestError (options), MissingDependencyError.
+    All or nothing: a bundle is there when it is complete, and not before. What an interrupted conversion of the same
+    source with the same options finished is used, package by package.
+    Raises SourceError, BundleError (name taken, too little disk), RequestError (options), MissingDependencyError,
+    GemmaCoreMLError (too little memory).
     """
     options = BuildOptions(bits, contexts, widths, layers_per_package, write_form, attention_form, report)
     if not isinstance(source, (str, Path)):
@@ -117,10 +116,12 @@ def ring_capacity(window: int, widths: Sequence[int]) -> int:
 
 def parameters(config: ModelConfig) -> int:
     """Number of weights of the text model; the tied head counts once."""
-    total = 0
-    for shape in expected_shapes(config).values():
-        total += shape[0] * (shape[1] if len(shape) > 1 else 1)
-    return total
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())
+
+
+def _parameters_of(config: ModelConfig, layers: range) -> int:
+    prefixes = tuple(f"layers.{layer}." for layer in layers)
+    return sum(math.prod(shape) for name, shape in expected_shapes(config).items() if name.startswith(prefixes))
 
 
 def _build(
@@ -140,22 +141,27 @@ def _build(
     folder = folder or bundles_folder()
     bits = choose_bits(source.config, options.bits)
     layout = choose_layout(source.config, options)
-    require_free_space(folder, _estimated_bytes(source.config, bits))
-    with bundle_writer(name, replace=replace, folder=folder) as building:
-        tokenizer = source.tokenizer_model()
+    # Measured layer by layer, while the layers are written in order.
+    importance = Importance(source) if bits == 4 and not _on_int4_grid(source) else None
+    require_memory(
+        _estimated_memory(source.config, importance is not None or options.report),
+        f"The conversion of {source.path.name}",
+        "Close other programs, or convert on a machine with more memory and copy the bundle.",
+    )
+    with bundle_writer(name, replace=replace, folder=folder, resumable=True) as building:
+        work = WorkFolder(building, conversion_fingerprint(source, bits, layout))
+        require_free_space(folder, _estimated_bytes(source.config, bits) - work.finished_bytes())
+        source.tokenizer_model()  # a checkpoint without a usable one fails now, not after the packages
         tell("Preparing", 2, 2)
-        notes: tuple[str, ...] = ()
-        # Measured layer by layer, while the layers are written in order.
-        importance = Importance(source) if bits == 4 and not _on_int4_grid(source) else None
-        if options.report:
-            notes = _report(source, tell)
-        writing = _Writing(building, source, layout, WeightTable(source, bits, importance), tell)
-        embedding = writing.write_packages()
-        (building / _TOKENIZER).write_bytes(tokenizer)
-        (building / _TEMPLATE).write_text(_chat_template(source), encoding="utf-8")
-        (building / _LICENCE).write_text(_licence_note(source.config), encoding="utf-8")
-        manifest = _manifest(name, source, bits, layout, embedding, building, notes)
-        (building / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+        notes = (*source.notes, *(_report(source, tell) if options.report else ()))
+        embedding = _Writing(work, source, layout, WeightTable(source, bits, importance), tell).write_packages()
+        manifest = write_bundle_files(building, name, source, bits, layout, embedding, notes)
+        try:
+            check_packages(manifest, building)
+        except PackageError:
+            work.discard()
+            raise
+        work.finish()
     return folder / name
 
 
@@ -176,8 +182,7 @@ def _require_coremltools() -> None:
         import coremltools  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            f"coremltools cannot be imported ({error}). Reinstall it: "
-            "pip install --force-reinstall 'llm-gemma-coreml[convert]'."
+            f"coremltools cannot be imported ({error}). Reinstall it: pip install --force-reinstall 'llm-gemma-coreml[convert]'."
         ) from error
 
 
@@ -226,6 +231,12 @@ def _estimated_bytes(config: ModelConfig, bits: int) -> int:
     return int(embedding * 1.07 + body * (bits / 8 + 0.07)) + (64 << 20)
 
 
+def _estimated_memory(config: ModelConfig, measured: bool) -> int:
+    """Bytes that a conversion takes at its peak. measured: the model runs on a text, for importance or a report."""
+    largest = max(math.prod(shape) for shape in expected_shapes(config).values())
+    return int(_BASE_MEMORY + largest * (4 if measured else 2.3))
+
+
 def _on_int4_grid(source: Source) -> bool:
     """Whether the checkpoint was trained for int4 blocks (two layers are looked at): no scales to search then."""
     layers = (0, source.config.layers - 1)
@@ -251,7 +262,7 @@ def _report(source: Source, tell: Progress) -> tuple[str, ...]:
 class _Writing:
     """Writes the packages and reports how far it is."""
 
-    folder: Path
+    work: WorkFolder
     source: Source
     layout: Layout
     weights: WeightTable
@@ -267,21 +278,26 @@ class _Writing:
         self.total = count + self.per_function * self.layout.function_count(config.layers)
 
     def write_packages(self) -> dict[str, int]:
-        """Write all packages; returns the offsets of the embedding's data in the head's weight file."""
-        from llm_gemma_coreml.convert.packages import PackageSet
+        """Write all packages that are not there yet; the offsets of the embedding's data in the head's weight file."""
+        from llm_gemma_coreml.convert import packages
 
-        config = self.source.config
-        packages = PackageSet(
-            self.folder,
-            config,
-            self.layout,
-            self.weights,
-            wrote=self._advance,
-            emitted=lambda: self._advance(self.per_function),
+        config, layout = self.source.config, self.layout
+        writer = packages.PackageSet(
+            config, layout, self.weights, wrote=self._advance, emitted=lambda: self._advance(self.per_function)
         )
-        for layers in self.layout.layer_ranges(config.layers):
-            packages.write_layers(layers)
-        offsets = packages.write_head()
+        for layers in layout.layer_ranges(config.layers):
+            name = packages.package_name(layers)
+            functions = len(layout.rungs) * len(layout.widths)
+            if self.work.facts(name) is None:
+                with self.work.part(name, {}) as path:
+                    writer.write_layers(path, layers)
+            else:
+                self._advance(_parameters_of(config, layers) + self.per_function * functions)
+        offsets = self.work.facts(packages.HEAD_PACKAGE)
+        if offsets is None:
+            offsets = {}
+            with self.work.part(packages.HEAD_PACKAGE, offsets) as path:
+                offsets |= writer.write_head(path)
         self.tell("Converting", self.total, self.total)
         return offsets
 
@@ -289,102 +305,3 @@ class _Writing:
         # Scales and biases are written too, so the count may run a little ahead.
         self.done = min(self.done + amount, self.total)
         self.tell("Converting", self.done, self.total)
-
-
-def _chat_template(source: Source) -> str:
-    if source.chat_template is not None:
-        return source.chat_template
-    folder = resources.files("llm_gemma_coreml.chat").joinpath("templates")
-    return folder.joinpath("transcript.jinja").read_text(encoding="utf-8")
-
-
-def _licence_note(config: ModelConfig) -> str:
-    note = f"The weights in this folder are under: {config.licence}\n{config.licence_url}\n"
-    if config.family == "gemma3":
-        note += (
-            "\nGemma is provided under and subject to the Gemma Terms of Use found at\n"
-            "ai.google.dev/gemma/terms. Its use is restricted by the Prohibited Use Policy at\n"
-            "ai.google.dev/gemma/prohibited_use_policy.\n"
-            "The weights were modified: quantised and converted to Core ML.\n"
-        )
-    return note
-
-
-def _manifest(
-    name: str,
-    source: Source,
-    bits: int,
-    layout: Layout,
-    embedding: dict[str, int],
-    folder: Path,
-    notes: tuple[str, ...],
-) -> Manifest:
-    from llm_gemma_coreml.convert import packages
-
-    config, facts = source.config, source.tokenizer_facts
-    ranges = layout.layer_ranges(config.layers)
-    states = tuple(
-        StateEntry(
-            f"{part}_{layer}",
-            packages.package_name(layers),
-            layer,
-            config.layer_types[layer],
-            packages.state_shape(config, layout, layer),
-        )
-        for layers in ranges
-        for layer in layers
-        for part in "kv"
-    )
-    return Manifest(
-        name=name,
-        family=config.family,
-        vocabulary_size=config.vocabulary_size,
-        hidden_size=config.hidden_size,
-        layer_types=config.layer_types,
-        query_heads=config.query_heads,
-        kv_heads_sliding=config.kv_heads_sliding,
-        kv_heads_full=config.kv_heads_full,
-        head_dim_sliding=config.head_dim_sliding,
-        head_dim_full=config.head_dim_full,
-        sliding_window=config.sliding_window,
-        ring_capacity=layout.ring_capacity,
-        rungs=layout.rungs,
-        widths=layout.widths,
-        layer_packages=tuple(LayerPackage(packages.package_name(layers), layers.start, layers.stop) for layers in ranges),
-        head_package=packages.HEAD_PACKAGE,
-        head_widths=layout.head_widths,
-        embedding=EmbeddingTable(
-            path=f"{packages.HEAD_PACKAGE}/Data/com.apple.CoreML/weights/weight.bin",
-            rows=config.vocabulary_size,
-            columns=config.hidden_size,
-            block_size=block_size(config.hidden_size, 8),
-            values_offset=embedding[packages.EMBEDDING_VALUES],
-            scales_offset=embedding[packages.EMBEDDING_SCALES],
-            multiplier=config.embedding_multiplier,
-        ),
-        rotary_sliding=RotaryEmbedding(config.rope_theta_sliding, config.head_dim_sliding, config.head_dim_sliding // 2),
-        rotary_full=RotaryEmbedding(
-            config.rope_theta_full,
-            config.head_dim_full,
-            config.live_frequencies_full,
-            config.rope_scaling_full,
-        ),
-        states=states,
-        quantisation={
-            "body": "fp16" if bits == 16 else f"int{bits} block {block_size(config.hidden_size, bits)}",
-            "head": f"int8 block {block_size(config.hidden_size, 8)}",
-            "embedding": f"int8 block {block_size(config.hidden_size, 8)}",
-        },
-        tokenizer=_TOKENIZER,
-        template_kind=config.family if source.chat_template is not None else "transcript",
-        chat_template=_TEMPLATE,
-        bos_id=facts.bos_id,
-        stop_ids=facts.stop_ids,
-        suppressed_ids=facts.suppressed_ids,
-        sampling_defaults=dict(facts.sampling_defaults),
-        licence=config.licence,
-        licence_url=config.licence_url,
-        source=source.description,
-        files=file_entries(folder),
-        notes=notes,
-    )

@@ -53,6 +53,8 @@ _INSTRUCT_SAMPLING = {"temperature": 1.0, "top_k": 64.0, "top_p": 0.95}
 class GGUFSource:
     """A GGUF file as a `Source`. All quantisation types that the gguf package dequantises are read."""
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, path: Path, sha256: str | None = None, content: bytearray | None = None) -> None:
         """sha256: the file's, if it is known already. content: its bytes, if they are in memory already."""
         try:

@@ -59,42 +59,38 @@ def state_shape(config: ModelConfig, layout: Layout, layer: int) -> tuple[int, i
 
 
 class PackageSet:
-    """Writes all packages of a bundle into `folder`.
+    """Writes the packages of a bundle, each where it is told to.
 
     wrote: called with the number of elements of each tensor that was written; emitted: after each function.
     """
 
     def __init__(
         self,
-        folder: Path,
         config: ModelConfig,
         layout: Layout,
         weights: WeightTable,
         wrote: Callable[[int], None] = lambda elements: None,
         emitted: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder = folder
         self._config = config
         self._layout = layout
         self._weights = weights
         self._wrote = wrote
         self._emitted = emitted
 
-    def write_layers(self, layers: range) -> str:
-        """Write the package with those layers; returns its file name."""
-        name = package_name(layers)
-        writer = PackageWriter(self._folder / name, self._weights, self._wrote)
+    def write_layers(self, path: Path, layers: range) -> None:
+        """Write the package with those layers as the folder `path`."""
+        writer = PackageWriter(path, self._weights, self._wrote)
         for function in self._layout.layer_functions():
             inputs = layer_inputs(self._config, self._layout, function, layers)
             function_name = layers_function_name(function.rung, function.width)
             writer.add_function(function_name, inputs, partial(self._emit_layers, layers, function))
             self._emitted()
         writer.finish(layers_function_name(self._layout.rungs[0], self._layout.widths[0]))
-        return name
 
-    def write_head(self) -> dict[str, int]:
-        """Write the head package; returns the offsets of the embedding's data in its weight file by weight id."""
-        writer = PackageWriter(self._folder / HEAD_PACKAGE, self._weights, self._wrote)
+    def write_head(self, path: Path) -> dict[str, int]:
+        """Write the head package as the folder `path`; offsets of the embedding's data in its weight file by weight id."""
+        writer = PackageWriter(path, self._weights, self._wrote)
         for width in self._layout.head_widths:
             inputs = {"hidden": tensor_input((width, self._config.hidden_size), "fp32")}
             writer.add_function(head_function_name(width), inputs, self._emit_head)

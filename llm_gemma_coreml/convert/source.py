@@ -107,6 +107,10 @@ class Source(Protocol):
     chat_template: str | None
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the bundle's users have to know besides; for `bundle.json`."""
+
+    @property
     def description(self) -> str:
         """Where the weights came from, with a SHA-256 or a revision; for `bundle.json`."""
 
