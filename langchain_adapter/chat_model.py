@@ -179,7 +179,10 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
     def _opened(self, model: str | None = None) -> loaded.LoadedBundle:
         """The open bundle; opened now if need be, which takes a second or more."""
         options = loaded.EngineOptions(self.runtime, self.threads, self.exact, self.session_memory)
-        return loaded.load(bundles.locate(self.model if model is None else model), options)
+        opened = loaded.load(bundles.locate(self.model if model is None else model), options)
+        if self.profile is None and model in (None, self.model):  # the bundle was built only now
+            self.profile = self._resolve_model_profile()
+        return opened
 
     # Tools and schemas
 
@@ -221,7 +224,7 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
         """A runnable whose answers follow `schema`: a pydantic class (v1 or v2), a TypedDict, a JSON schema or a function.
 
         method: "json_schema" (the answer is JSON that the grammar holds to the schema), "function_calling" (a forced
-        call), "json_mode" (any JSON object, checked afterwards). include_raw: the result is a dict with raw, parsed and
+        call), "json_mode" (as json_schema; without a schema any JSON object). include_raw: the result is a dict with raw, parsed and
         parsing_error. tools: tools that may be called instead of an answer (json_schema only).
         Raises InvalidRequestError.
         """

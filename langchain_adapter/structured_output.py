@@ -104,8 +104,8 @@ def _by_json(
 ) -> tuple[Runnable[Any, AIMessage], Any]:
     plain = None if schema is None else json_schema(schema, strict)
     asked: dict[str, Any] = {"type": "json_object"}
-    if method == "json_schema":
-        inner = {"name": str((plain or {}).get("title", "answer")), "schema": plain}
+    if plain is not None:
+        inner = {"name": str(plain.get("title", "answer")), "schema": plain}
         asked = {"type": "json_schema", "json_schema": inner}
     traced = _traced(schema, method)
     bound: Runnable[Any, AIMessage] = model.bind(response_format=asked, **traced)

@@ -428,4 +428,4 @@ def test_transcript_lines_with_tools() -> None:
     assert transcript("Assistant: It is 3C.\nUser: x", TOOLS) == [("text", "It is 3C.")]
     assert transcript("Assistant: Let me see.\nCall: {", TOOLS) == [("text", "Let me see.")]
     assert transcript("Just text", TOOLS) == [("text", "Just text")]
-    assert transcript("Call: me", TOOLS) == [("text", "Call: me")]
+    assert transcript("Call: me", TOOLS) == [("text", "Call: me"), ("warning",)]

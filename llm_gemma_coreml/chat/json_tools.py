@@ -57,7 +57,7 @@ def strict_json(value: object) -> str:
 
 
 _CALL_LABEL = re.compile(r"^\s*Call:", re.MULTILINE)
-_CALL_HEAD = re.compile(r'\s*(?:```[a-z_]*\s*)?\[?\s*\{\s*"name"\s*:\s*"([^"]*)"')
+_CALL_HEAD = re.compile(r'\s*(?:```[a-z_]*\s*)?(?P<value>\[?\s*\{\s*"name"\s*:\s*"(?P<name>[^"]*)")')
 _FENCE = re.compile(r"```[a-z_]*\s*\n?(.*?)\n?\s*```\Z", re.DOTALL)
 
 
@@ -82,11 +82,17 @@ def read_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall] | None:
 
 
 def is_broken_call(text: str, tools: Mapping[str, Tool]) -> bool:
-    """True if the text sets out to call a declared tool in JSON, or a tool in a transcript, and fails."""
+    """True if the text sets out to call a declared tool in JSON, or any tool in a transcript, and is no JSON."""
     if _CALL_LABEL.match(text):
         return True
     match = _CALL_HEAD.match(text)
-    return match is not None and match.group(1) in tools
+    if match is None or match["name"] not in tools:
+        return False
+    try:
+        json.JSONDecoder(strict=False).raw_decode(text, match.start("value"))
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _call(value: Any, tools: Mapping[str, Tool]) -> ToolCall | None:

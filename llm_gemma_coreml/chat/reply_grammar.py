@@ -61,15 +61,14 @@ def gemma4_grammar(
     elif must_call:
         body = many_calls
     else:
-        body = f"TEXT? (call TEXT?){{0,{most_calls}}}" if most_calls == 1 else "TEXT? (call TEXT?)*"
+        body = "TEXT? (call TEXT?)?" if most_calls == 1 else "TEXT? (call TEXT?)*"
     return "\n".join(["%llguidance {}", f"start: {beginning}{body}", *rules]) + "\n"
 
 
 def json_grammar(tools: Sequence[Tool], must_call: bool, most_calls: int, schema: Mapping[str, Any] | None) -> str:
     """Lark grammar of a reply whose calls are JSON objects, one a line, with nothing else beside them."""
     rules = _json_calls(tools, schema)
-    calls = f'call ("\\n" call){{0,{most_calls - 1}}}'
-    alternatives = [calls] if tools else []
+    alternatives = [_calls("\\n", most_calls)] if tools else []
     if schema is not None:
         alternatives.append("answer")
     elif not must_call:
@@ -84,8 +83,8 @@ def transcript_grammar(tools: Sequence[Tool], must_call: bool, most_calls: int, 
     rules = _json_calls(tools, schema)
     alternatives: list[str] = []
     if tools:
-        more = f'("\\nCall: " call){{0,{most_calls - 1}}}'
-        alternatives.append(f'"Call: " call {more} "\\nResult:"?')
+        calls = _calls("\\nCall: ", most_calls)
+        alternatives.append(f'"Call: " {calls} "\\nResult:"?')
     label = '"Assistant:" ' if tools else ""
     if schema is not None:
         alternatives.append(f'{label}" " answer')
@@ -93,6 +92,11 @@ def transcript_grammar(tools: Sequence[Tool], must_call: bool, most_calls: int, 
         rules.append("TEXT: /(.|\\n)+/")
         alternatives.append(f"{label}TEXT?")
     return "\n".join(["%llguidance {}", f"start: {' | '.join(alternatives)}", *rules]) + "\n"
+
+
+def _calls(separator: str, most_calls: int) -> str:
+    """One call or several. (llguidance knows no range that ends at 0.)"""
+    return f'call ("{separator}" call){{0,{most_calls - 1}}}' if most_calls > 1 else "call"
 
 
 def _json_calls(tools: Sequence[Tool], schema: Mapping[str, Any] | None) -> list[str]:
