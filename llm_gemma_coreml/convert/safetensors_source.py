@@ -144,10 +144,11 @@ class SafetensorsSource:
 
     def _find_tensors(self) -> tuple[dict[str, _Place], list[str]]:
         try:
+            import ml_dtypes  # noqa: F401 - makes NumPy know bfloat16
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise MissingDependencyError(
-                "Reading checkpoints needs the safetensors package: pip install 'llm-gemma-coreml[convert]'"
+                "Reading checkpoints needs safetensors and ml_dtypes: pip install 'llm-gemma-coreml[convert]'"
             ) from error
         places: dict[str, _Place] = {}
         unknown: list[str] = []
