@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llm_gemma_coreml.drafting.prompt_lookup import PromptLookupFactory
 from llm_gemma_coreml.engine import gate_prompts
@@ -14,11 +13,12 @@ from llm_gemma_coreml.engine.gate_drafters import adversaries
 from llm_gemma_coreml.engine.gate_results import GateResult, Tally, row_of
 from llm_gemma_coreml.engine.gate_runs import (
     Output,
+    buffer_addresses,
     decoded,
     filled,
     plain,
     same_cache,
-    sliding_buffers,
+    sliding_states,
     with_context,
     with_rungs,
 )
@@ -26,6 +26,7 @@ from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.request import SamplingParameters
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.slots import EMPTY
+from llm_gemma_coreml.runtime.base import Array
 
 SHORT_RUN, LONG_RUN = 24, 160
 """Tokens of a run over an edge, in the short and in the full set."""
@@ -144,15 +145,16 @@ class _FullLog:
         self._geometry = runner.geometry
         self._noise = np.random.default_rng(0)
         self._length = 0
-        self._rows: list[NDArray[np.float16]] = []
+        self._rows: list[Array] = []
 
     def extend(self, session: Session) -> None:
         """Copy the rows of the positions that are new; no more than a block at a time."""
         new = np.arange(self._length, len(session))
-        for index, buffer in enumerate(sliding_buffers(session)):
+        for index, (state, name) in enumerate(sliding_states(session)):
             if index == len(self._rows):
-                self._rows.append(np.zeros((buffer.shape[0], self._geometry.context, buffer.shape[2]), np.float16))
-            self._rows[index][:, new] = buffer[:, new % self._geometry.capacity]
+                heads, _, dim = state.shapes()[name]
+                self._rows.append(np.zeros((heads, self._geometry.context, dim), np.float16))
+            self._rows[index][:, new] = state.take_rows(name, new % self._geometry.capacity)
         self._length = len(session)
 
     def rebuild(self, session: Session) -> None:
@@ -162,9 +164,12 @@ class _FullLog:
         places = seen % self._geometry.capacity
         slots.sliding[:] = EMPTY
         slots.sliding[places] = seen
-        for buffer, rows in zip(sliding_buffers(session), self._rows, strict=True):
-            buffer[...] = self._noise.standard_normal((buffer.shape[1], 1), dtype=np.float32)
-            buffer[:, places] = rows[:, seen]
+        for (state, name), rows in zip(sliding_states(session), self._rows, strict=True):
+            heads, count, dim = state.shapes()[name]
+            values = np.empty((heads, count, dim), np.float16)
+            values[...] = self._noise.standard_normal((count, 1), dtype=np.float32)
+            values[:, places] = rows[:, seen]
+            state.put_rows(name, slice(None), values)
 
 
 def block_prefill_equals_single_tokens(subject: Subject) -> GateResult:
@@ -200,7 +205,7 @@ def promoted_equals_wide(subject: Subject) -> GateResult:
     for edge in subject.edges():
         prompt = subject.prompt(edge - count // 2)
         narrow = subject.base(edge - count // 2)
-        addresses = [buffer.ctypes.data for buffer in sliding_buffers(narrow)]
+        addresses = buffer_addresses(narrow)
         wide = filled(with_rungs(runner, [r for r in runner.rungs if r > edge]), prompt[:-1])
         if tally.bitwise:
             tally.require(same_cache(narrow, wide), f"K/V differ before {edge}")
@@ -208,8 +213,7 @@ def promoted_equals_wide(subject: Subject) -> GateResult:
         found = plain(narrow, prompt[-1], count)
         tally.rows(expected.rows, found.rows, f"promotion at {edge}")
         tally.require(narrow.promotions > 0, f"no promotion at {edge}")
-        moved = addresses != [buffer.ctypes.data for buffer in sliding_buffers(narrow)]
-        tally.require(not moved, f"K/V buffers moved at {edge}")
+        tally.require(addresses == buffer_addresses(narrow), f"K/V buffers moved at {edge}")
         if tally.bitwise:
             tally.require(same_cache(narrow, wide), f"K/V differ after {edge}")
     left_out = [rung for rung in runner.rungs[:-1] if rung not in subject.edges()]

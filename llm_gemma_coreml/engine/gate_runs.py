@@ -23,6 +23,7 @@ from llm_gemma_coreml.engine.request import (
 from llm_gemma_coreml.engine.sampling import Sampler, TokenHistory
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.speculation import Speculator
+from llm_gemma_coreml.runtime.base import Array, State
 
 GREEDY = SamplingParameters()
 
@@ -125,16 +126,25 @@ def decoded(
     return Output(tuple(tokens), tuple(recorded.rows), tuple(statistics.warnings))
 
 
-def sliding_buffers(session: Session) -> list[NDArray[np.float16]]:
-    """The ring buffers of all sliding layers, live: fp16 [kv heads, capacity + spill, head dim] each."""
-    return _buffers(session, "sliding")
+KeyValue = tuple[State, str]
+"""One state of a session: the object that holds it, and its name."""
 
 
-def cached_rows(session: Session) -> list[NDArray[np.float16]]:
+def sliding_states(session: Session) -> list[KeyValue]:
+    """The states of all sliding layers: rings of [kv heads, capacity + spill, head dim] each."""
+    return _states(session, "sliding")
+
+
+def buffer_addresses(session: Session) -> list[int]:
+    """Where the rings lie in host memory; empty for a runtime that keeps them elsewhere."""
+    return [state.buffers()[name].ctypes.data for state, name in sliding_states(session) if state.in_host_memory]
+
+
+def cached_rows(session: Session) -> list[Array]:
     """Copies of all K/V rows that the next token sees: of each ring its window, of each full buffer all."""
     at = session.slots.window_before(len(session)) % session.slots.geometry.capacity
-    rings = [buffer[:, at] for buffer in _buffers(session, "sliding")]
-    return rings + [buffer[:, : len(session)].copy() for buffer in _buffers(session, "full")]
+    rings = [state.take_rows(name, at) for state, name in _states(session, "sliding")]
+    return rings + [state.take_rows(name, np.arange(len(session))) for state, name in _states(session, "full")]
 
 
 def same_cache(one: Session, other: Session) -> bool:
@@ -143,12 +153,12 @@ def same_cache(one: Session, other: Session) -> bool:
     return len(one) == len(other) and all(np.array_equal(a, b) for a, b in pairs)
 
 
-def _buffers(session: Session, kind: str) -> list[NDArray[np.float16]]:
+def _states(session: Session, kind: str) -> list[KeyValue]:
     manifest = session.runner.manifest
     index = {package.path: number for number, package in enumerate(manifest.layer_packages)}
     found = []
     for entry in manifest.states:
         state = session.states[index[entry.package]]
         if entry.kind == kind and state is not None:
-            found.append(state.buffers()[entry.name])
+            found.append((state, entry.name))
     return found

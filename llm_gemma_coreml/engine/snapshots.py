@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,38 +33,44 @@ class KeyValueRows:
         self._kinds = {(entry.package, entry.name): entry.kind for entry in manifest.states}
         self._packages = tuple(package.path for package in manifest.layer_packages)
 
-    def _buffers(self, states: Sequence[State | None], kind: str) -> Iterable[tuple[int, str, Array]]:
+    def _states(self, states: Sequence[State | None], kind: str) -> Iterable[tuple[int, str, State]]:
         for index, (package, state) in enumerate(zip(self._packages, states, strict=True)):
             if state is None:
                 continue
-            for name, buffer in state.buffers().items():
+            for name in state.shapes():
                 if self._kinds[package, name] == kind:
-                    yield index, name, buffer
+                    yield index, name, state
 
     def take(self, states: Sequence[State | None], slots: SlotTable, position: int) -> Snapshot:
         """A snapshot at `position`, whose window the ring must hold."""
         at = _ring_slots(slots, position)
         rows: list[dict[str, Array]] = [{} for _ in self._packages]
-        for index, name, buffer in self._buffers(states, "sliding"):
-            rows[index][name] = buffer[:, at]
+        for index, name, state in self._states(states, "sliding"):
+            rows[index][name] = state.take_rows(name, at)
         return Snapshot(position, tuple(rows))
 
     def restore(self, states: Sequence[State | None], slots: SlotTable, snapshot: Snapshot) -> None:
         """Write the snapshot's rows back and end the slots at its position."""
         at = _ring_slots(slots, snapshot.position)
-        for index, name, buffer in self._buffers(states, "sliding"):
-            buffer[:, at] = snapshot.rows[index][name]
+        for index, name, state in self._states(states, "sliding"):
+            state.put_rows(name, at, snapshot.rows[index][name])
         slots.restore_window(snapshot.position)
 
     def copy_full(self, source: Sequence[State | None], target: Sequence[State | None], position: int) -> None:
         """Copy the full buffers' rows below `position`."""
-        pairs = zip(self._buffers(source, "full"), self._buffers(target, "full"), strict=True)
-        for (_, _, old), (_, _, new) in pairs:
-            new[:, :position] = old[:, :position]
+        rows = slice(0, position)
+        pairs = zip(self._states(source, "full"), self._states(target, "full"), strict=True)
+        for (_, name, old), (_, _, new) in pairs:
+            new.put_rows(name, rows, old.take_rows(name, rows))
 
     def bytes_per_row(self, states: Sequence[State | None], kind: str) -> int:
         """Bytes that one position takes in all buffers of that kind."""
-        return sum(b.nbytes // b.shape[1] for _, _, b in self._buffers(states, kind))
+        total = 0
+        for _, name, state in self._states(states, kind):
+            heads, _, dim = state.shapes()[name]
+            elements = sum(math.prod(shape) for shape in state.shapes().values())
+            total += heads * dim * (state.nbytes() // elements)
+        return total
 
 
 def _ring_slots(slots: SlotTable, position: int) -> NDArray[np.int64]:

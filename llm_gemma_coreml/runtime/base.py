@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -24,14 +25,60 @@ class RuntimeOptions:
     """Where translations and compiled forms may be kept; None keeps nothing."""
 
 
+Rows = slice | NDArray[np.intp]
+"""Which rows of a state: a range without step, or indices."""
+
+
 class State(Protocol):
-    """The states (K/V buffers) of one package for one session. Zero when made."""
+    """The states (K/V buffers) of one package for one session. Zero when made; shapes as declared in the package."""
+
+    @property
+    def in_host_memory(self) -> bool:
+        """True if `buffers` gives the live arrays, whose pages take memory only once they are written."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The declared shapes by state name: [heads, rows, dim] for K/V."""
 
     def buffers(self) -> Mapping[str, Array]:
-        """The live arrays by state name, for tests, snapshots and restores; shapes as declared in the package."""
+        """All values by state name: the live arrays if they are in host memory, else read-only copies."""
+
+    def take_rows(self, name: str, rows: Rows) -> Array:
+        """The values of those rows, [heads, n, dim]. For a slice it may be a view, good until the next run."""
+
+    def put_rows(self, name: str, rows: Rows, values: Array) -> None:
+        """Write `values` (broadcast to [heads, n, dim]) into those rows."""
 
     def nbytes(self) -> int:
         """Bytes reserved for the state."""
+
+
+class HostState:
+    """A State whose buffers are arrays in host memory; subclasses make them."""
+
+    in_host_memory = True
+
+    def __init__(self, buffers: Mapping[str, Array]) -> None:
+        self._buffers = dict(buffers)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the buffers."""
+        return {name: buffer.shape for name, buffer in self._buffers.items()}
+
+    def buffers(self) -> Mapping[str, Array]:
+        """The live buffers by state name."""
+        return self._buffers
+
+    def take_rows(self, name: str, rows: Rows) -> Array:
+        """Rows of a buffer: a view for a slice, a copy for indices."""
+        return self._buffers[name][:, rows]
+
+    def put_rows(self, name: str, rows: Rows, values: Array) -> None:
+        """Write into the live buffer."""
+        self._buffers[name][:, rows] = values
+
+    def nbytes(self) -> int:
+        """Bytes reserved (touched or not)."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class Function(Protocol):

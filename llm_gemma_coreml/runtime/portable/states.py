@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llm_gemma_coreml.runtime.base import Array
+from llm_gemma_coreml.runtime.base import Array, HostState
 
 
-class PortableState:
+class PortableState(HostState):
     """One session's states of one package.
 
     Buffers are fp32, in the declared shapes, and zero when made; the pages of a long buffer take memory only once they
@@ -17,15 +17,7 @@ class PortableState:
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._buffers: dict[str, Array] = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-
-    def buffers(self) -> Mapping[str, Array]:
-        """The live buffers by state name."""
-        return self._buffers
-
-    def nbytes(self) -> int:
-        """Bytes reserved (touched or not)."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        super().__init__({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
 
     def write_rows(self, name: str, start: int, rows: Array) -> None:
         """Write `rows` [heads, n, dim] at slots start .. start + n - 1 of the state `name`."""
