@@ -229,7 +229,7 @@ def test_a_failing_drafter_leaves_the_answer_as_it_is(runner: ModelRunner, oracl
 def test_wrong_ids_that_get_past_the_speculator_are_cut(
     runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llm_gemma_coreml.engine.speculation._checked", lambda drafts, *_: tuple(drafts))
+    monkeypatch.setattr("llm_gemma_coreml.engine.speculation.checked_drafts", lambda drafts, *_: tuple(drafts))
     tokens, _, _ = run(runner, request(), lambda tokens, limit: [-1] + [VOCABULARY] * 50)
     assert tokens == plain(oracle, PROMPT, 30, SAMPLINGS[0])
 

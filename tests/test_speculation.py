@@ -273,9 +273,9 @@ def test_draft_count_fills_widths_and_follows_costs() -> None:
         for _ in range(3):
             costs.observe(0, rows, {1: 1.0, 2: 1.1, 4: 1.3, 8: 2.0}[rows])
     for _ in range(100):
-        sure.observe(0, 7, 7)
-        unsure.observe(0, 7, 0)
-    assert best_draft_count(costs, sure, 0, 0, 7)[0] == 7
-    assert best_draft_count(costs, sure, 0, 0, 5)[0] in (3, 5)
-    assert best_draft_count(costs, unsure, 0, 0, 7) == (0, 1.0)
-    assert best_draft_count(costs, sure, 0, 0, 7, drafting_cost=20.0)[0] == 0
+        sure.observe([0] * 7, 7)
+        unsure.observe([0] * 7, 0)
+    assert best_draft_count(costs, 0, sure.chances([0] * 7))[0] == 7
+    assert best_draft_count(costs, 0, sure.chances([0] * 5))[0] in (3, 5)
+    assert best_draft_count(costs, 0, unsure.chances([0] * 7)) == (0, 1.0)
+    assert best_draft_count(costs, 0, sure.chances([0] * 7), drafting_cost=20.0)[0] == 0

@@ -17,6 +17,8 @@ _FORGETTING = 0.9
 """Weight that an old observation keeps when a new one comes: about the last 10 count."""
 _PRIOR_ACCEPTANCE = (0.45, 0.6, 0.75, 0.9)
 """Assumed chance that a draft is accepted, by the drafter's grade, until it has been measured."""
+_TYPICAL_GRADE = 1
+"""Grade whose prior stands for drafts of unknown grade."""
 _POSITION_BINS = (1, 2, 4)
 """Drafts are counted in bins by their offset in the proposal: 0, 1, 2-3, 4 and later."""
 _REQUIRED_GAIN = 1.03
@@ -70,47 +72,57 @@ class CallCosts:
 
 
 class Acceptance:
-    """Chances that drafts are accepted, given that those before were: by grade and offset."""
+    """Chances that drafts are accepted, given that those before were: by grade and offset, and by offset alone."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int, int], tuple[float, float]] = {}
+        self._counts: dict[tuple[int | None, int], tuple[float, float]] = {}
 
-    def observe(self, grade: int, drafted: int, accepted: int) -> None:
-        """Of `drafted` drafts the first `accepted` were right. What follows a wrong one tells nothing."""
-        for offset in range(min(drafted, accepted + 1)):
-            key = (grade, _position_bin(offset))
-            right, seen = self._counts.get(key, self._prior(grade))
-            hit = 1.0 if offset < accepted else 0.0
-            self._counts[key] = (right * _FORGETTING + hit, seen * _FORGETTING + 1.0)
+    def observe(self, grades: Sequence[int], accepted: int, offset: int = 0) -> None:
+        """Of drafts with these grades, the first at `offset` of its round, the first `accepted` were right.
+
+        What follows a wrong one tells nothing.
+        """
+        for index, grade in enumerate(grades[: accepted + 1]):
+            hit = 1.0 if index < accepted else 0.0
+            place = _position_bin(offset + index)
+            for key, prior in (((grade, place), grade), ((None, place), _TYPICAL_GRADE)):
+                right, seen = self._counts.get(key, _prior(prior))
+                self._counts[key] = (right * _FORGETTING + hit, seen * _FORGETTING + 1.0)
 
     def chance(self, grade: int, offset: int) -> float:
         """Chance that the draft at `offset` is accepted, if those before it were."""
-        right, seen = self._counts.get((grade, _position_bin(offset)), self._prior(grade))
+        right, seen = self._counts.get((grade, _position_bin(offset)), _prior(grade))
         return right / seen
 
-    def _prior(self, grade: int) -> tuple[float, float]:
-        """(right, seen) as if something had been measured; forgotten like a measurement."""
-        chance = _PRIOR_ACCEPTANCE[max(0, min(grade, len(_PRIOR_ACCEPTANCE) - 1))]
-        return chance * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+    def typical(self, offset: int) -> float:
+        """The same for a draft whose grade is not known yet."""
+        right, seen = self._counts.get((None, _position_bin(offset)), _prior(_TYPICAL_GRADE))
+        return right / seen
 
-    def expected_tokens(self, grade: int, drafts: int) -> float:
-        """Expected tokens of a round with that many drafts, the free one included."""
-        expected, chance = 1.0, 1.0
-        for offset in range(drafts):
-            chance *= self.chance(grade, offset)
-            expected += chance
-        return expected
+    def chances(self, grades: Sequence[int], offset: int = 0) -> list[float]:
+        """`chance` for each draft of a run that starts at `offset`."""
+        return [self.chance(grade, offset + index) for index, grade in enumerate(grades)]
+
+
+def _prior(grade: int) -> tuple[float, float]:
+    """(right, seen) as if something had been measured; forgotten like a measurement."""
+    chance = _PRIOR_ACCEPTANCE[max(0, min(grade, len(_PRIOR_ACCEPTANCE) - 1))]
+    return chance * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+
+
+def expected_tokens(chances: Sequence[float]) -> float:
+    """Expected tokens of a round with drafts of these chances, the free token included."""
+    expected, chance = 1.0, 1.0
+    for each in chances:
+        chance *= each
+        expected += chance
+    return expected
 
 
 def best_draft_count(
-    costs: CallCosts,
-    acceptance: Acceptance,
-    rung: int,
-    grade: int,
-    available: int,
-    drafting_cost: float = 0.0,
+    costs: CallCosts, rung: int, chances: Sequence[float], drafting_cost: float = 0.0
 ) -> tuple[int, float]:
-    """(drafts to verify, gain): the count with the most expected tokens per time.
+    """(drafts to verify, gain): the count with the most expected tokens per time, of drafts with these chances.
 
     `gain` is tokens per time relative to plain decoding; (0, 1.0) if no count promises more than plain, or if
     the cost of a plain call is not known (the plain step then measures it).
@@ -119,16 +131,34 @@ def best_draft_count(
     best_count, best_gain = 0, 1.0
     if costs.plain(rung) is None:
         return best_count, best_gain
-    for width in costs.widths:
-        count = min(width - 1, available)
-        if count <= 0:
-            continue
-        gain = acceptance.expected_tokens(grade, count) / (costs.relative(rung, count + 1) + drafting_cost)
+    for count in _counts(costs, len(chances)):
+        gain = expected_tokens(chances[:count]) / (costs.relative(rung, count + 1) + drafting_cost)
         if gain > max(best_gain, _REQUIRED_GAIN):
             best_count, best_gain = count, gain
-        if count == available:
-            break
     return best_count, best_gain
+
+
+def best_step_count(
+    costs: CallCosts, rung: int, chances: Sequence[float], done: int, step_cost: float
+) -> tuple[int, float]:
+    """(drafts to make in all, gain) for a drafter whose every draft costs `step_cost` plain calls.
+
+    `done` drafts are made already; their cost is spent. `chances` are those of the drafts that are there and of
+    those that may follow, in order. The count is `done` or more.
+    """
+    best_count, best_gain = done, best_draft_count(costs, rung, chances[:done], done * step_cost)[1]
+    if costs.plain(rung) is None:
+        return best_count, best_gain
+    for count in range(done + 1, len(chances) + 1):
+        gain = expected_tokens(chances[:count]) / (costs.relative(rung, count + 1) + count * step_cost)
+        if gain > max(best_gain, _REQUIRED_GAIN):
+            best_count, best_gain = count, gain
+    return best_count, best_gain
+
+
+def _counts(costs: CallCosts, available: int) -> list[int]:
+    """Numbers of drafts that can be best: those that fill a call, whose rows all cost the same, and all there are."""
+    return sorted({min(width - 1, available) for width in costs.widths} - {0})
 
 
 def _position_bin(offset: int) -> int:
