@@ -224,9 +224,9 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
         """A runnable whose answers follow `schema`: a pydantic class (v1 or v2), a TypedDict, a JSON schema or a function.
 
         method: "json_schema" (the answer is JSON that the grammar holds to the schema), "function_calling" (a forced
-        call), "json_mode" (as json_schema; without a schema any JSON object). include_raw: the result is a dict with raw, parsed and
-        parsing_error. tools: tools that may be called instead of an answer (json_schema only).
-        Raises InvalidRequestError.
+        call), "json_mode" (as json_schema; without a schema any JSON object). include_raw: the result is a dict with
+        raw, parsed and parsing_error. tools: tools that may be called instead of an answer (not with function_calling).
+        Raises InvalidRequestError; the runnable raises OutputParserException for an answer that does not fit.
         """
         return structured_runnable(self, schema, method, include_raw, strict, kwargs)
 

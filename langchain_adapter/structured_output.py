@@ -8,9 +8,9 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage
+from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.output_parsers import JsonOutputParser
-from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser
 from langchain_core.outputs import ChatGeneration, Generation
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.pydantic import is_basemodel_subclass
@@ -18,7 +18,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from langchain_adapter.call import refuse_unknown
 from langchain_adapter.exceptions import InvalidRequestError
 from langchain_adapter.tools import json_schema, tool_data
-from llm_gemma_coreml.chat.json_schema import read_reply
+from llm_gemma_coreml.chat.json_schema import first_violation, read_reply
 from llm_gemma_coreml.errors import RequestError
 
 if TYPE_CHECKING:
@@ -27,46 +27,45 @@ if TYPE_CHECKING:
 METHODS = ("json_schema", "function_calling", "json_mode")
 
 
-class ReplyParser(JsonOutputParser):
+class TextParser(JsonOutputParser):
     """JSON text to the value that the schema describes. Nothing is repaired: cut-off or wrong JSON is an error."""
 
     checked_schema: Any = None
-    """The JSON schema; None: any JSON object."""
+    """The JSON schema."""
     model_class: Any = None
     """The pydantic class (v1 or v2) of the value, if it has one."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         """The value; while the answer is still written, what there is of it (for pydantic classes: nothing yet)."""
-        if partial:
+        if partial and not is_complete(result[0]):
             return None if self.model_class is not None else super().parse_result(result, partial=True)
-        text = result[0].text
         refuse_cut_off(result[0])
         try:
-            value = read_reply(text, self.checked_schema or {"type": "object"})
+            value = read_reply(result[0].text, self.checked_schema)
             return value if self.model_class is None else _instance(self.model_class, value)
         except (RequestError, ValueError) as error:
-            raise OutputParserException(f"The answer does not fit the schema: {error}", llm_output=text) from error
+            raise OutputParserException(f"The answer does not fit the schema: {error}", llm_output=result[0].text) from error
 
 
 class CallParser(JsonOutputKeyToolsParser):
-    """The arguments of the forced call. An answer without one is an error, not None."""
+    """The arguments of the forced call as that value. An answer without the call is an error, not None."""
+
+    checked_schema: Any = None
+    model_class: Any = None
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        """The arguments; while the answer is still written, those that there are."""
+        """The value; while the answer is still written, the arguments that there are (for pydantic classes: nothing)."""
         value = super().parse_result(result, partial=partial)
-        return value if partial else require_call(result[0], value)
-
-
-class PydanticCallParser(PydanticToolsParser):
-    """The arguments of the forced call as an instance of its class."""
-
-    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        """The instance; an answer without a call is an error."""
+        if partial and not is_complete(result[0]):
+            return None if self.model_class is not None else value
+        require_call(result[0], value)
+        problem = first_violation(value, self.checked_schema)
         try:
-            value = super().parse_result(result, partial=partial)
+            if problem is None:
+                return value if self.model_class is None else _instance(self.model_class, value)
         except ValueError as error:
-            raise OutputParserException(f"The call does not fit the schema: {error}") from error
-        return value if partial else require_call(result[0], value)
+            problem = str(error)
+        raise OutputParserException(f"The call does not fit the schema: {problem}", llm_output=json.dumps(value))
 
 
 def structured_runnable(
@@ -91,12 +90,14 @@ def structured_runnable(
 
 
 def _by_call(model: ChatGemmaCoreML, schema: Any, strict: bool | None) -> tuple[Runnable[Any, AIMessage], Any]:
-    name = tool_data(schema, strict)["function"]["name"]
+    function = tool_data(schema, strict)["function"]
+    name = function["name"]
     traced = _traced(schema, "function_calling")
     bound = model.bind_tools([schema], tool_choice=name, strict=strict, parallel_tool_calls=False, **traced)
-    if _is_class(schema):
-        return bound, PydanticCallParser(tools=[schema], first_tool_only=True)
-    return bound, CallParser(key_name=name, first_tool_only=True)
+    parameters = function.get("parameters") or {"type": "object"}
+    return bound, CallParser(
+        key_name=name, first_tool_only=True, checked_schema=parameters, model_class=schema if _is_class(schema) else None
+    )
 
 
 def _by_json(
@@ -111,7 +112,7 @@ def _by_json(
     bound: Runnable[Any, AIMessage] = model.bind(response_format=asked, **traced)
     if tools:
         bound = model.bind_tools(tools, response_format=asked, strict=strict, **traced)
-    return bound, ReplyParser(checked_schema=plain, model_class=schema if _is_class(schema) else None)
+    return bound, TextParser(checked_schema=plain or {"type": "object"}, model_class=schema if _is_class(schema) else None)
 
 
 def _traced(schema: Any, method: str) -> dict[str, Any]:
@@ -140,11 +141,17 @@ def refuse_cut_off(generation: Generation) -> None:
         )
 
 
-def require_call(generation: Generation, value: Any) -> Any:
-    """`value` unless there is none: then OutputParserException with the answer's text."""
-    if value is not None:
-        return value
+def is_complete(generation: Generation) -> bool:
+    """True for the sum of a stream's chunks once its last one is in it."""
+    message = getattr(generation, "message", None)
+    return isinstance(message, AIMessageChunk) and message.chunk_position == "last"
+
+
+def require_call(generation: Generation, arguments: Any) -> None:
+    """Raise OutputParserException with the answer's text if there is no call."""
     refuse_cut_off(generation)
+    if arguments is not None:
+        return
     message = generation.message if isinstance(generation, ChatGeneration) else None
     invalid = json.dumps(getattr(message, "invalid_tool_calls", []), default=str)
     problem = f"The answer holds no call that can be read (invalid calls: {invalid})."

@@ -81,7 +81,7 @@ def script(llm_folder: Path, scripted_bundles: Path) -> Iterator[SetScript]:
     def set_script(*replies: tuple[str, str], delay: float = 0.0) -> None:
         for bundle in scripted_bundles.iterdir():
             known = scripted.script_of(bundle)
-            known.replies = _by_text(Tokenizer(bundle / "tokenizer.model"), replies)
+            known.replies = replies_by_text(Tokenizer(bundle / "tokenizer.model"), replies)
             known.delay = delay
 
     set_script()
@@ -89,7 +89,9 @@ def script(llm_folder: Path, scripted_bundles: Path) -> Iterator[SetScript]:
         yield set_script
 
 
-def _by_text(tokenizer: Tokenizer, replies: Sequence[tuple[str, str]]) -> Callable[[tuple[int, ...]], str]:
+def replies_by_text(tokenizer: Tokenizer, replies: Sequence[tuple[str, str]]) -> Callable[[tuple[int, ...]], str]:
+    """Of the replies, the one whose text stands last in the prompt."""
+
     def reply(prompt: tuple[int, ...]) -> str:
         text = "".join(tokenizer.piece(token) for token in prompt).replace("\u2581", " ")
         places = [(text.rfind(key), answer) for key, answer in replies if key in text]
