@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import quickstart
+from support.sessions import forever, hidden_rows, open_runner
 
 from llm_gemma_coreml.bundle.manifest import load_manifest
 from llm_gemma_coreml.chat.tokenizer import Tokenizer
 from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.session import Session
-from llm_gemma_coreml.runtime.base import RuntimeOptions
-from llm_gemma_coreml.runtime.portable import PortableRuntime
 
 TOKENS = 1536  # the ring of 768 slots wraps twice, the window of 512 three times
-
-
-def open_runner(bundle: Path, exact: bool = False, context: int | None = None) -> ModelRunner:
-    options = RuntimeOptions(threads=2, exact=exact, cache_directory=bundle / ".cache")
-    return ModelRunner(bundle, load_manifest(bundle), PortableRuntime(), options, context=context)
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +34,6 @@ def ids(quickstart_bundle: Path) -> list[int]:
     found = [2, *tokenizer.encode_text(quickstart.prose())][:TOKENS]
     assert len(found) == TOKENS
     return found
-
-
-def hidden_rows(session: Session, ids: Sequence[int], cuts: Iterator[int]) -> np.ndarray[Any, Any]:
-    """Append `ids` in calls of the given sizes (cut at block borders); the rows after the final norm."""
-    rows = []
-    done = 0
-    while done < len(ids):
-        count = min(next(cuts), session.slots.rows_left_in_block(len(session)), len(ids) - done)
-        rows.append(session.run(ids[done : done + count]))
-        session.commit(count)
-        done += count
-    return np.concatenate(rows)
-
-
-def forever(size: int) -> Iterator[int]:
-    while True:
-        yield size
 
 
 def test_equals_transformers_with_the_same_weights(quickstart_bundle: Path, ids: list[int]) -> None:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiny_checkpoints as tiny
+from support.half_states import register_half_states
+from support.sessions import all_logits, forever, hidden_rows, open_runner
 
 from llm_gemma_coreml.bundle.manifest import load_manifest
 from llm_gemma_coreml.bundle.package import open_package
 from llm_gemma_coreml.bundle.program import Constant
 from llm_gemma_coreml.convert.build import build_bundle
+from llm_gemma_coreml.engine.session import Session
 
+TOKENS = 640
+"""Past a window of 100 and the wrap of its ring, and across both promotions."""
 CONTEXTS = (256, 512, 1024)
-WIDTHS = (1, 2, 4, 8, 128)
+WIDTHS = (1, 8, 128)
 MODULES = {
     "q": "self_attn.q_proj.weight",
     "k": "self_attn.k_proj.weight",
@@ -66,7 +73,10 @@ def checkpoint(path: Path, settings: Mapping[str, Any], seed: int = 3, dtype: st
     import torch
     from safetensors.torch import save_file
 
-    model = tiny.random_transformers_model(settings, seed).to(getattr(torch, dtype))
+    model = tiny.random_transformers_model(settings, seed)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(8)  # logits so large that the cap on them matters
+    model.to(getattr(torch, dtype))
     path.mkdir(parents=True, exist_ok=True)
     save_file({name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(dict(settings)))
@@ -125,10 +135,12 @@ def _linear(constants: Mapping[str, Constant], name: str) -> np.ndarray:
     return (blocks * scales.value().astype(np.float32)[..., None]).reshape(values.shape)
 
 
-def reference_model(settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Any:
-    """transformers' model in fp32 with these weights; keys and values are rounded to fp16, the type of the states."""
+def reference_model(settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype: str = "float32") -> Any:
+    """transformers' model in fp32 with these weights; keys and values are rounded to fp16, the type of the states.
+
+    dtype: in which the checkpoint's weights are stored; the embedding's multiplier is rounded to it.
+    """
     import torch
-    from support.half_states import register_half_states
     from transformers import AutoConfig, AutoModelForCausalLM
 
     others = {name: value for name, value in settings.items() if name != "model_type"}
@@ -139,6 +151,8 @@ def reference_model(settings: Mapping[str, Any], tensors: Mapping[str, np.ndarra
     assert set(missing) <= {"lm_head.weight"}, missing
     assert not unexpected, unexpected
     model.tie_weights()
+    multiplier = model.model.embed_tokens.embed_scale
+    multiplier.copy_(multiplier.to(getattr(torch, dtype)))
     return model.eval()
 
 
@@ -150,6 +164,45 @@ def reference_logits(model: Any, ids: Sequence[int]) -> np.ndarray:
         return model(torch.tensor([list(ids)])).logits[0].float().numpy()
 
 
-def random_ids(count: int, seed: int = 0) -> list[int]:
+def random_ids(count: int = TOKENS, seed: int = 0) -> list[int]:
     """Random token ids, the first of them `<bos>`."""
     return [2, *np.random.default_rng(seed).integers(0, tiny.VOCABULARY, count - 1).tolist()]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A bundle, and transformers with the weights that it holds."""
+
+    bundle: Path
+    settings: Mapping[str, Any]
+    dtype: str
+    """In which the checkpoint's weights are stored."""
+    tensors: Mapping[str, np.ndarray]
+
+    @cached_property
+    def reference(self) -> np.ndarray:
+        """transformers' logits [TOKENS, vocabulary] of `random_ids()`."""
+        return self.changed_reference()
+
+    def changed_reference(
+        self, settings: Mapping[str, Any] = {}, tensors: Mapping[str, np.ndarray] = {}, dtype: str | None = None
+    ) -> np.ndarray:
+        """The same with other settings, weights or rounding of the embedding's multiplier."""
+        model = reference_model({**self.settings, **settings}, {**self.tensors, **tensors}, dtype or self.dtype)
+        return reference_logits(model, random_ids())
+
+    def portable_logits(self, exact: bool = True) -> np.ndarray:
+        """Logits of the same ids by the portable runtime, in calls of 128 rows."""
+        runner = open_runner(self.bundle, exact=exact)
+        session = Session(runner)
+        hidden = hidden_rows(session, random_ids(), forever(128))
+        assert session.promotions == len(runner.rungs) - 1
+        logits = all_logits(runner, hidden)
+        runner.close()
+        return logits
+
+
+def convert(folder: Path, settings: Mapping[str, Any], dtype: str = "float32", **options: Any) -> Pair:
+    """Make a checkpoint and its bundle in `folder`; `options` as for `bundle`."""
+    made = bundle(folder, checkpoint(folder / "checkpoint", settings, dtype=dtype), **options)
+    return Pair(made, settings, dtype, package_tensors(made))
