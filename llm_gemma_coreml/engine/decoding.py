@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_gemma_coreml.engine.request import FinishReason, GenerationRequest, GenerationStatistics
+from llm_gemma_coreml.engine.runner import HeadRows
 from llm_gemma_coreml.engine.sampling import Sampler, TokenHistory
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.speculation import Speculator, accept_drafts
@@ -73,7 +74,7 @@ class Decoding:
         self._statistics.prefill_seconds = time.perf_counter() - start
         return last
 
-    def _decode(self, logits: Float32) -> Iterator[tuple[int, ...]]:
+    def _decode(self, logits: HeadRows) -> Iterator[tuple[int, ...]]:
         position = len(self._session)
         known, visible = self._accept(self._draw(logits, (), position, self._masks(())))
         first_time = time.perf_counter()
@@ -125,7 +126,7 @@ class Decoding:
         constraint = self._request.constraint
         return None if constraint is None else constraint.masks(drafts)
 
-    def _draw(self, logits: Float32, drafts: Sequence[int], position: int, masks: Masks) -> list[int]:
+    def _draw(self, logits: HeadRows, drafts: Sequence[int], position: int, masks: Masks) -> list[int]:
         """The tokens that plain decoding would draw; none if the constraint allows nothing."""
         if masks is not None and _nothing_allowed(masks[0]):
             return []

@@ -8,20 +8,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llm_gemma_coreml.bundle.manifest import Manifest, load_manifest
+from llm_gemma_coreml.engine import token_head
 from llm_gemma_coreml.engine.cost_model import CallCosts
 from llm_gemma_coreml.engine.decoding import Decoding
 from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.prefix_cache import PrefixCache, SessionSlot
 from llm_gemma_coreml.engine.request import GenerationRequest
+from llm_gemma_coreml.engine.runner import Runner
 from llm_gemma_coreml.engine.sampling import Sampler
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.speculation import Speculator
 from llm_gemma_coreml.engine.stream import AsyncTokenStream, Channel, TokenStream
 from llm_gemma_coreml.errors import ContextOverflowError, GemmaCoreMLError, MissingDependencyError, RequestError
 from llm_gemma_coreml.runtime.base import Runtime, RuntimeOptions
+
+if TYPE_CHECKING:
+    from llm_gemma_coreml.engine.published_runner import PublishedMode
 
 Work = Callable[[], None]
 CACHE_FOLDER = ".cache"
@@ -31,7 +36,7 @@ CACHE_FOLDER = ".cache"
 class Engine:
     """Runs requests one after the other on its own thread; sessions are kept and continued by longest prefix."""
 
-    def __init__(self, runner: ModelRunner, *, budget: int | None = None) -> None:
+    def __init__(self, runner: Runner, *, budget: int | None = None) -> None:
         """budget: bytes of K/V that kept sessions may hold (default: a quarter of the memory, at most 4 GB)."""
         self._runner = runner
         self._costs = CallCosts(runner.verify_widths)
@@ -54,13 +59,17 @@ class Engine:
         threads: int | None = None,
         exact: bool = False,
         budget: int | None = None,
+        published: PublishedMode | None = None,
     ) -> Engine:
         """Open the bundle in that folder.
 
         runtime: a runtime or its name (default: the first that works here). context: cap in tokens. threads: compute
-        threads. exact: fp32 activations, slow. Raises BundleError, PackageError, RequestError, MissingDependencyError.
+        threads. exact: fp32 activations, slow. published: how to run a bundle in the published layout.
+        Raises BundleError, PackageError, RequestError, MissingDependencyError.
         """
-        runner = open_runner(Path(bundle_path), runtime=runtime, context=context, threads=threads, exact=exact)
+        runner = open_runner(
+            Path(bundle_path), runtime=runtime, context=context, threads=threads, exact=exact, published=published
+        )
         return cls(runner, budget=budget)
 
     @property
@@ -100,6 +109,7 @@ class Engine:
         if isinstance(request.speculate, int) and request.speculate < 0:
             raise RequestError(f"speculate is {request.speculate}: give auto, off, or a number of drafts.")
         Sampler(request.sampling)  # refuses parameters outside their ranges
+        token_head.check_request(request, self.manifest)
         requested = 1 if request.max_tokens is None else request.max_tokens
         if len(ids) + requested > self.context:
             raise ContextOverflowError(len(ids), request.max_tokens or 0, self.context)
@@ -227,10 +237,18 @@ def open_runner(
     context: int | None = None,
     threads: int | None = None,
     exact: bool = False,
-) -> ModelRunner:
+    published: PublishedMode | None = None,
+) -> Runner:
     """The packages of a bundle, open; arguments and errors are those of `Engine.open`."""
     options = RuntimeOptions(threads, exact, bundle_path / CACHE_FOLDER)
-    return ModelRunner(bundle_path, load_manifest(bundle_path), choose_runtime(runtime), options, context=context)
+    manifest, chosen = load_manifest(bundle_path), choose_runtime(runtime)
+    if manifest.layout == "published":
+        from llm_gemma_coreml.engine.published_runner import PublishedRunner
+
+        return PublishedRunner(bundle_path, manifest, chosen, options, context=context, mode=published)
+    if published is not None:
+        raise RequestError(f"{manifest.name} is not in the published layout: leave out ring and drafting.")
+    return ModelRunner(bundle_path, manifest, chosen, options, context=context)
 
 
 def choose_runtime(wanted: Runtime | str | None) -> Runtime:

@@ -22,8 +22,8 @@ from llm_gemma_coreml.engine.gate_runs import (
     with_context,
     with_rungs,
 )
-from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.request import SamplingParameters
+from llm_gemma_coreml.engine.runner import Runner
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.slots import EMPTY
 from llm_gemma_coreml.runtime.base import Array
@@ -39,7 +39,7 @@ _SHORT_DEPTH = 8192
 class Subject:
     """What is checked, and how: `margin_bound` as in Tally; `full`: longer texts, every promotion."""
 
-    runner: ModelRunner
+    runner: Runner
     margin_bound: float
     full: bool
     _bases: dict[int, Session] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def ring_equals_full_cache(subject: Subject) -> GateResult:
 class _FullLog:
     """A full cache: the sliding layers' K/V rows of every position, copied when they are written."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._geometry = runner.geometry
         self._noise = np.random.default_rng(0)
         self._length = 0

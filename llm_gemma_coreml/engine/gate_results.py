@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
+
+from llm_gemma_coreml.engine.runner import HeadRows
 
 _NOTES_SHOWN = 3
 
@@ -25,8 +26,10 @@ class Row:
     """Hash of all bits of the logits."""
 
 
-def row_of(logits: NDArray[np.float32]) -> Row:
-    """The row for logits (float32 [vocabulary])."""
+def row_of(logits: HeadRows) -> Row:
+    """The row for the head's row: logits (float32 [vocabulary]), or an id, of which no margin is known."""
+    if logits.ndim == 0:
+        return Row(int(logits), math.inf, b"")
     token = int(np.argmax(logits))
     others = [part.max() for part in (logits[:token], logits[token + 1 :]) if len(part)]
     digest = hashlib.blake2b(np.ascontiguousarray(logits).data, digest_size=16).digest()

@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llm_gemma_coreml.drafting.base import DrafterFactory
 from llm_gemma_coreml.engine.cost_model import CallCosts
 from llm_gemma_coreml.engine.decoding import Decoding
 from llm_gemma_coreml.engine.gate_results import Row, row_of
-from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.request import (
     GenerationRequest,
     GenerationStatistics,
     SamplingParameters,
     Speculate,
 )
+from llm_gemma_coreml.engine.runner import HeadRows, Runner
 from llm_gemma_coreml.engine.sampling import Sampler, TokenHistory
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.speculation import Speculator
@@ -44,9 +43,9 @@ class RecordedSession(Session):
         """Takes over `session`, which must not be used any more."""
         self.__dict__.update(vars(session))
         self.rows: list[Row] = []
-        self._latest: NDArray[np.float32] | None = None
+        self._latest: HeadRows | None = None
 
-    def step(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def step(self, tokens: Sequence[int]) -> HeadRows:
         logits = super().step(tokens)
         self._latest = logits
         return logits
@@ -58,7 +57,7 @@ class RecordedSession(Session):
         super().commit(count)
 
 
-def with_rungs(runner: ModelRunner, rungs: Sequence[int]) -> ModelRunner:
+def with_rungs(runner: Runner, rungs: Sequence[int]) -> Runner:
     """The same open packages, used with these rungs only."""
     other = copy.copy(runner)
     other.rungs = tuple(rungs)
@@ -66,14 +65,14 @@ def with_rungs(runner: ModelRunner, rungs: Sequence[int]) -> ModelRunner:
     return other
 
 
-def with_context(runner: ModelRunner, context: int) -> ModelRunner:
+def with_context(runner: Runner, context: int) -> Runner:
     """The same open packages, used for at most `context` positions."""
     other = copy.copy(runner)
     other.context = context
     return other
 
 
-def filled(runner: ModelRunner, tokens: Sequence[int]) -> Session:
+def filled(runner: Runner, tokens: Sequence[int]) -> Session:
     """A new session that holds `tokens`, prefilled in blocks."""
     session = Session(runner)
     if tokens:

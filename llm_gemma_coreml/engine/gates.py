@@ -13,7 +13,7 @@ from llm_gemma_coreml.engine.engine import open_runner
 from llm_gemma_coreml.engine.gate_checks import Subject
 from llm_gemma_coreml.engine.gate_results import GateReport, GateResult
 from llm_gemma_coreml.engine.gate_sampler import sampler_follows_distribution
-from llm_gemma_coreml.engine.model_runner import ModelRunner
+from llm_gemma_coreml.engine.runner import Runner
 from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError
 
 Progress = Callable[[str, int, int], None]
@@ -57,7 +57,7 @@ def run_gates(bundle_path: Path, full: bool = False, progress: Progress | None =
 
 
 def run_model_gates(
-    runner: ModelRunner,
+    runner: Runner,
     full: bool = False,
     progress: Progress | None = None,
     gates: Sequence[Callable[[Subject], GateResult]] = MODEL_GATES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -20,8 +21,19 @@ class RotaryTable:
     def __init__(self, rotary: RotaryEmbedding) -> None:
         half = rotary.head_dim // 2
         exponents = np.arange(half, dtype=np.float64) * (2.0 / rotary.head_dim)
-        self._frequencies = rotary.theta**-exponents / rotary.scaling
-        self._frequencies[rotary.live_frequencies :] = 0.0
+        frequencies = rotary.theta**-exponents / rotary.scaling
+        frequencies[rotary.live_frequencies :] = 0.0
+        self._start(frequencies)
+
+    @classmethod
+    def of_frequencies(cls, frequencies: Sequence[float]) -> RotaryTable:
+        """The table of these inverse frequencies, one for each pair of dimensions."""
+        table = cls.__new__(cls)
+        table._start(np.asarray(frequencies, np.float64))
+        return table
+
+    def _start(self, frequencies: NDArray[np.float64]) -> None:
+        self._frequencies = frequencies
         self._block = lru_cache(maxsize=_CACHED_BLOCKS)(self._compute)
 
     def rows(self, position: int, count: int) -> tuple[Float32, Float32]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm_gemma_coreml.engine.request import SamplingParameters
+from llm_gemma_coreml.engine.runner import HeadRows
 from llm_gemma_coreml.errors import GemmaCoreMLError, RequestError
 
 Logits = NDArray[np.float32]
@@ -78,7 +80,7 @@ class Sampler:
 
     def token(
         self,
-        logits: Logits,
+        logits: HeadRows,
         position: int,
         history: TokenHistory | None = None,
         allowed: NDArray[np.bool_] | None = None,
@@ -86,10 +88,13 @@ class Sampler:
         """The token for `position`, drawn from `logits` (float32 [vocabulary], not changed).
 
         `history` holds the tokens before `position`; `allowed` (bool [vocabulary]) marks the tokens that a
-        grammar permits. Greedy ties go to the lowest id. Raises GemmaCoreMLError for logits that are NaN or
-        +infinity and when no token is left to choose from.
+        grammar permits. Greedy ties go to the lowest id. From a head that gives no logits (HeadRows) the row is
+        the token itself; token_head.py refuses the requests for which that is not enough. Raises GemmaCoreMLError
+        for logits that are NaN or +infinity and when no token is left to choose from.
         """
-        scores = self._scores(logits, history, allowed)
+        if logits.ndim == 0:
+            return int(logits)
+        scores = self._scores(cast(Logits, logits), history, allowed)
         if self.greedy:
             return _checked_argmax(scores)
         ids, weights = self._candidates(scores)

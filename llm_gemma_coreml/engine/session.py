@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_gemma_coreml.engine.model_runner import ModelRunner, States
-from llm_gemma_coreml.engine.slots import SlotTable
+from llm_gemma_coreml.engine.runner import HeadRows, Runner, States
 from llm_gemma_coreml.engine.snapshots import KeyValueRows, Snapshot
 
 Float32 = NDArray[np.float32]
@@ -20,7 +19,7 @@ class Session:
     Results do not depend on how tokens were cut into calls; so real rows never straddle a block.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         """An empty session over the runner's model."""
         self.runner = runner
         self.tokens: list[int] = []
@@ -32,7 +31,7 @@ class Session:
         self.hidden: Float32 | None = None
         """Rows after the final norm of the last call (fp32 [n, hidden size]), for drafters that read them."""
         self.states: States = runner.make_states()
-        self.slots = SlotTable(runner.geometry)
+        self.slots = runner.make_slots()
         self._pending: tuple[int, ...] = ()
         self._marks: set[int] = set()
         self._snapshots: dict[int, Snapshot] = {}
@@ -70,13 +69,13 @@ class Session:
         last: Float32 = hidden[-1]
         return last
 
-    def prefill(self, ids: Sequence[int], stop: Callable[[], bool] = lambda: False) -> Float32 | None:
-        """`extend`, but return the logits after the last token, fp32 [vocabulary]; None if it was stopped."""
+    def prefill(self, ids: Sequence[int], stop: Callable[[], bool] = lambda: False) -> HeadRows | None:
+        """`extend`, but return the head's row for the last token; None if it was stopped."""
         last = self.extend(ids, stop)
         return None if last is None else self.logits(last[None])[0]
 
-    def logits(self, hidden: Float32) -> Float32:
-        """Logits (fp32 [n, vocabulary]) of rows after the final norm (fp32 [n, hidden size])."""
+    def logits(self, hidden: Float32) -> HeadRows:
+        """What the head gives (logits or ids: see HeadRows) for rows after the final norm, fp32 [n, hidden size]."""
         return self.runner.logits(hidden)
 
     def _parts(self, ids: Sequence[int]) -> Iterable[Sequence[int]]:
@@ -88,8 +87,8 @@ class Session:
                 yield ids[start : start + rows]
                 start += rows
 
-    def step(self, tokens: Sequence[int]) -> Float32:
-        """Run `tokens` (the known one, then drafts) in one call: logits after each, fp32 [n, vocabulary].
+    def step(self, tokens: Sequence[int]) -> HeadRows:
+        """Run `tokens` (the known one, then drafts) in one call: the head's row after each.
 
         They must fit one block and the widest call; `commit` decides how many stay.
         """
@@ -115,10 +114,10 @@ class Session:
         self.slots.truncate(len(self.tokens))
 
     def rows_allowed(self) -> int:
-        """How many rows the next call may have: to the block's end, the widest verify call, the context's end."""
+        """How many rows the next call with drafts may have: to the block's end, the widest verify call, the context's end."""
         position = len(self.tokens)
         widest = self.runner.verify_widths[-1]
-        return min(self.slots.rows_left_in_block(position), widest, self.runner.context - position)
+        return min(self.slots.rows_allowed(position), widest, self.runner.context - position)
 
     # Going back
 
@@ -186,11 +185,15 @@ class Session:
         return other
 
     def nbytes(self) -> int:
-        """Bytes of memory in use: rows ever written, and snapshots."""
+        """Bytes of memory in use: rows ever written (all rows where the runtime reserves them), and snapshots."""
+        snapshots = sum(snapshot.nbytes() for snapshot in self._snapshots.values())
+        reserved = [state for state in self.states if state is not None]
+        if self._highest and not all(state.in_host_memory for state in reserved):
+            return snapshots + sum(state.nbytes() for state in reserved)
         ring = min(self._highest, self.slots.geometry.capacity)
         written = self._rows.bytes_per_row(self.states, "sliding") * ring
         written += self._rows.bytes_per_row(self.states, "full") * self._highest
-        return written + sum(snapshot.nbytes() for snapshot in self._snapshots.values())
+        return written + snapshots
 
     def snapshot_nbytes(self) -> int:
         """Bytes that one snapshot takes once the window is full."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,10 @@ class SlotTable:
         """How many real rows a call at `position` may have."""
         return self.geometry.block - position % self.geometry.block
 
+    def rows_allowed(self, position: int) -> int:
+        """The same for a call with drafts."""
+        return self.rows_left_in_block(position)
+
     def write(self, rows: int, width: int) -> None:
         """A call writes `rows` real rows at `length` and pads them to `width` rows.
 
@@ -98,9 +103,9 @@ class SlotTable:
         needed = self.window_before(position)
         self.sliding[needed % self.geometry.capacity] = needed
 
-    def prefix(self, position: int) -> SlotTable:
+    def prefix(self, position: int) -> Self:
         """An independent table that ends at `position`, with an empty ring."""
-        other = SlotTable(self.geometry)
+        other = type(self)(self.geometry)
         other.full[:position] = self.full[:position]
         other.length = position
         return other
