@@ -80,7 +80,11 @@ def _aliases_of(name: str, meanings: dict[str, str]) -> tuple[str, ...]:
 
 
 def _alias_meanings(installed: list[InstalledBundle]) -> dict[str, str]:
-    """Alias -> bundle: as `default` has set it, else the quick start, else the family's first by name."""
+    """Alias -> bundle: as `default` has set it, else the quick start, else the family's first by name.
+
+    Bundles of random weights are none to talk to: only `default` makes an alias mean one.
+    """
+    random = {bundle.name for bundle in installed if bundle.is_random}
     families = {bundle.name: bundle.family for bundle in installed}
     families.setdefault(QUICK_START, "gemma3")
     chosen = _read_aliases()
@@ -92,8 +96,8 @@ def _alias_meanings(installed: list[InstalledBundle]) -> dict[str, str]:
             meanings[alias] = wanted
         elif QUICK_START in names:
             meanings[alias] = QUICK_START
-        elif names:
-            meanings[alias] = min(names)
+        elif real := [name for name in names if name not in random]:
+            meanings[alias] = min(real)
     return meanings
 
 

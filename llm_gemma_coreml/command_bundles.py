@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from llm_gemma_coreml import catalog
-from llm_gemma_coreml.bundle.store import InstalledBundle, list_bundles
+from llm_gemma_coreml.bundle.store import InstalledBundle, interrupted_conversions, list_bundles
 from llm_gemma_coreml.command_types import BundleName, as_json, bundle_name, one_line_errors, write_json
 from llm_gemma_coreml.errors import BundleError
 
@@ -29,6 +29,11 @@ def models(as_json: bool) -> None:
         names = "".join(f", {alias}" for alias in facts["aliases"])
         state = facts["problem"] or f"{bundle.size / 1e6:,.0f} MB in {bundle.path}"
         click.echo(f"{facts['model_id']}{names}: {state}")
+    for interrupted in interrupted_conversions():
+        click.echo(
+            f"{interrupted.name}: interrupted conversion, {interrupted.size / 1e6:,.0f} MB. The same `convert` goes on with it, "
+            f"`remove {interrupted.name}` deletes it"
+        )
     for line in _what_is_downloaded():
         click.echo(line)
     for known in catalog.KNOWN_MODELS:
@@ -82,10 +87,11 @@ def info(name: str, as_json: bool) -> None:
 @click.option("--checkpoint", is_flag=True, help="The downloaded checkpoint or unfinished download of that name, not the bundle")
 @one_line_errors
 def remove(name: str, yes: bool, checkpoint: bool) -> None:
-    """Delete the bundle NAME from the disk; without such a bundle, what was downloaded under that name"""
+    """Delete the bundle NAME from the disk; without such a bundle, what was downloaded or half converted under that name"""
     from llm_gemma_coreml.bundle import store
     from llm_gemma_coreml.download import checkpoints
 
+    interrupted = next((found for found in store.interrupted_conversions() if found.name == name), None)
     downloads = [found for found in checkpoints.list_downloads() if found.name == name]
     if checkpoint and not downloads:
         raise BundleError(f"No checkpoint {name!r} was downloaded. `llm gemma-coreml models` lists what there is.")
@@ -93,6 +99,9 @@ def remove(name: str, yes: bool, checkpoint: bool) -> None:
         for found in downloads:
             _confirm(found.path, found.size, yes)
             checkpoints.remove_download(found)
+    elif interrupted is not None and all(bundle.name != name for bundle in list_bundles()):
+        _confirm(interrupted.path, interrupted.size, yes)
+        store.remove_bundle(name)
     else:
         bundle = catalog.installed_bundle(name)
         _confirm(bundle.path, bundle.size, yes)

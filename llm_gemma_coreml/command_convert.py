@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,32 +12,64 @@ from llm_gemma_coreml.bundle.manifest_checks import is_valid_name
 from llm_gemma_coreml.bundle.store import check_name
 from llm_gemma_coreml.command_types import Counts, one_line_errors
 
+if TYPE_CHECKING:
+    from llm_gemma_coreml.convert.source import Source
+
 
 @click.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path(path_type=Path), required=False)
+@click.option("--random", metavar="MODEL", help="Random weights in the shape of MODEL (gemma-4-12b, ...), for tests of scale")
+@click.option("--seed", type=click.IntRange(min=0), help="Other random weights; default: 0")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.model or tokenizer.json for --random")
+@click.option("--drafter", type=click.Path(path_type=Path), help="Safetensors directory of the model's assistant, to be built in")
 @click.option("--name", help="Name of the bundle; default: from the source")
 @click.option("--bits", type=click.Choice(["4", "8"]), help="Bits per weight; default: by the model's size")
 @click.option("--contexts", type=Counts(), default="4096,32768,131072", show_default=True, help="Rungs")
 @click.option("--widths", type=Counts(), default="1,2,4,8,128", show_default=True, help="Rows per call")
 @click.option("--report", is_flag=True, help="Compare the quantised model with the source; takes longer")
 @one_line_errors
-def convert(source: Path, name: str | None, bits: str | None, contexts: Any, widths: Any, report: bool) -> None:
-    """Convert SOURCE to a bundle: a GGUF file, a safetensors directory, or the name of a downloaded checkpoint"""
+def convert(
+    source: Path | None,
+    random: str | None,
+    seed: int | None,
+    tokenizer: Path | None,
+    drafter: Path | None,
+    name: str | None,
+    bits: str | None,
+    contexts: Any,
+    widths: Any,
+    report: bool,
+) -> None:
+    """Convert SOURCE to a bundle: a GGUF file, a safetensors directory, or the name of a downloaded checkpoint
+
+    After an interruption the same command goes on with the packages that were finished.
+    """
+    if (source is None) == (random is None):
+        raise click.UsageError("Give either SOURCE or --random MODEL.")
+    if random is None and (seed is not None or tokenizer is not None):
+        raise click.UsageError("--seed and --tokenizer go with --random only.")
     if name is not None:
         check_name(name)
-    source, name = _source_of(source, name)
+    opened: Source | Path
+    if source is not None:
+        opened, name = _source_of(source, name)
+    else:
+        from llm_gemma_coreml.convert.random_source import RandomSource
+
+        opened = RandomSource.of_model(str(random), seed or 0, tokenizer)
     from llm_gemma_coreml.convert.build import build_bundle
     from llm_gemma_coreml.progress import progress_bar
 
     with progress_bar() as progress:
         path = build_bundle(
-            source,
+            opened,
             name=name,
             bits=None if bits is None else int(bits),
             contexts=contexts,
             widths=widths,
             report=report,
             progress=progress,
+            drafter=drafter,
         )
     click.echo(f"Wrote {path}", err=True)
     click.echo(catalog.MODEL_PREFIX + path.name)

@@ -25,6 +25,8 @@ _LOCK = ".lock-"
 _RESUMABLE = ".converting-"
 """A bundle in the making whose finished parts outlive an interruption (bundle/work_folder.py)."""
 _NEARLY_FULL = 1 << 20
+RANDOM_WEIGHTS = "random weights"
+"""What `source` in the bundle.json of a bundle of random weights begins with."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class InstalledBundle:
     size: int = 0
     """Bytes of all listed files."""
     problem: str | None = None
+    is_random: bool = False
+    """The weights are random numbers: for tests of scale, none to talk to."""
 
 
 def bundles_folder() -> Path:
@@ -67,6 +71,7 @@ class InterruptedConversion:
 
     name: str
     """Of the bundle that it was to become."""
+    path: Path
     size: int
     """Bytes on the disk."""
 
@@ -75,7 +80,7 @@ def interrupted_conversions(folder: Path | None = None) -> list[InterruptedConve
     """All conversions that were cut off (or are at work now), sorted by the name of their bundle."""
     folder = folder or bundles_folder()
     found = sorted(folder.glob(f"{_RESUMABLE}*"))
-    return [InterruptedConversion(path.name.removeprefix(_RESUMABLE), _bytes_below(path)) for path in found]
+    return [InterruptedConversion(path.name.removeprefix(_RESUMABLE), path, _bytes_below(path)) for path in found]
 
 
 def _bytes_below(folder: Path) -> int:
@@ -93,6 +98,7 @@ def _summary(path: Path) -> InstalledBundle:
             str(facts["template_kind"]),
             tuple(int(rung) for rung in facts["rungs"]),
             sum(int(entry["size"]) for entry in facts["files"]),
+            is_random=str(facts.get("source", "")).startswith(RANDOM_WEIGHTS),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         return InstalledBundle(path.name, path, problem=f"{path / _MANIFEST_FILE} cannot be read: {error!r}")
@@ -157,6 +163,8 @@ def bundle_writer(name: str, replace: bool = False, folder: Path | None = None, 
         if (folder / name).exists() and not replace:
             raise _exists(folder, name)
         building = folder / f"{_RESUMABLE if resumable else _BUILDING}{name}"
+        if building.is_symlink():
+            building.unlink()
         try:
             building.mkdir(exist_ok=resumable)
             yield building

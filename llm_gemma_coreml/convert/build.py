@@ -14,6 +14,7 @@ from llm_gemma_coreml.bundle.inspection import check_packages
 from llm_gemma_coreml.bundle.manifest_checks import BLOCK as _POSITIONS
 from llm_gemma_coreml.bundle.store import bundle_writer, bundles_folder, check_name, require_free_space
 from llm_gemma_coreml.bundle.work_folder import WorkFolder
+from llm_gemma_coreml.convert.assistant import Assistant
 from llm_gemma_coreml.convert.bundle_files import write_bundle_files
 from llm_gemma_coreml.convert.calibration import Importance
 from llm_gemma_coreml.convert.fingerprint import conversion_fingerprint
@@ -35,7 +36,9 @@ SMALL_MODEL = 1_000_000_000
 """Models with fewer parameters lose too much with 4 bits."""
 _LARGE_PACKAGE = 12
 _BASE_MEMORY = 700 << 20
-"""Of a process that converts, without the tensor at hand."""
+"""Of a process that converts, without the largest tensor."""
+_MEASURING_MEMORY = 1500 << 20
+"""For running the model, one layer at a time, on a text."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,13 @@ def build_bundle(
     layers_per_package: int | None = None,
     write_form: str = "slice_update",
     attention_form: str = "explicit",
+    drafter: Source | Path | str | None = None,
 ) -> Path:
     """Convert a checkpoint (an open source, which stays open, or a path) and return the new bundle's folder.
 
     name: default from the checkpoint. folder: where bundles live; default the installed ones. replace: an older
-    bundle of that name gives way once the new one is whole. The other arguments are those of BuildOptions.
+    bundle of that name gives way once the new one is whole. drafter: the directory of the model's assistant (or an open
+    source of it), which is built in. The other arguments are those of BuildOptions.
     All or nothing: a bundle is there when it is complete, and not before. What an interrupted conversion of the same
     source with the same options finished is used, package by package.
     Raises SourceError, BundleError (name taken, too little disk), RequestError (options), MissingDependencyError,
@@ -81,10 +86,10 @@ def build_bundle(
     """
     options = BuildOptions(bits, contexts, widths, layers_per_package, write_form, attention_form, report)
     if not isinstance(source, (str, Path)):
-        return _build(source, name, options, progress, folder, replace)
+        return _build(source, name, options, progress, folder, replace, drafter)
     opened = open_source(source)
     try:
-        return _build(opened, name, options, progress, folder, replace)
+        return _build(opened, name, options, progress, folder, replace, drafter)
     finally:
         opened.close()
 
@@ -131,6 +136,7 @@ def _build(
     progress: Progress | None,
     folder: Path | None,
     replace: bool,
+    drafter: Source | Path | str | None,
 ) -> Path:
     tell = progress or (lambda work, done, total: None)
     tell("Preparing", 0, 2)
@@ -141,6 +147,9 @@ def _build(
     folder = folder or bundles_folder()
     bits = choose_bits(source.config, options.bits)
     layout = choose_layout(source.config, options)
+    assistant = None if drafter is None else Assistant.open(drafter, source.config, 16 if bits == 16 else None)
+    if assistant is not None:
+        assistant.check_layout(layout)
     # Measured layer by layer, while the layers are written in order.
     importance = Importance(source) if bits == 4 and not _on_int4_grid(source) else None
     require_memory(
@@ -149,13 +158,15 @@ def _build(
         "Close other programs, or convert on a machine with more memory and copy the bundle.",
     )
     with bundle_writer(name, replace=replace, folder=folder, resumable=True) as building:
-        work = WorkFolder(building, conversion_fingerprint(source, bits, layout))
-        require_free_space(folder, _estimated_bytes(source.config, bits) - work.finished_bytes())
+        work = WorkFolder(building, conversion_fingerprint(source, bits, layout, assistant))
+        needed = _estimated_bytes(source.config, bits) + (0 if assistant is None else assistant.bytes())
+        require_free_space(folder, needed - work.finished_bytes())
         source.tokenizer_model()  # a checkpoint without a usable one fails now, not after the packages
         tell("Preparing", 2, 2)
         notes = (*source.notes, *(_report(source, tell) if options.report else ()))
-        embedding = _Writing(work, source, layout, WeightTable(source, bits, importance), tell).write_packages()
-        manifest = write_bundle_files(building, name, source, bits, layout, embedding, notes)
+        writing = _Writing(work, source, layout, WeightTable(source, bits, importance), assistant, tell)
+        embedding = writing.write_packages()
+        manifest = write_bundle_files(building, name, source, bits, layout, embedding, notes, assistant)
         try:
             check_packages(manifest, building)
         except PackageError:
@@ -234,7 +245,7 @@ def _estimated_bytes(config: ModelConfig, bits: int) -> int:
 def _estimated_memory(config: ModelConfig, measured: bool) -> int:
     """Bytes that a conversion takes at its peak. measured: the model runs on a text, for importance or a report."""
     largest = max(math.prod(shape) for shape in expected_shapes(config).values())
-    return int(_BASE_MEMORY + largest * (4 if measured else 2.3))
+    return _BASE_MEMORY + largest * 5 // 4 + (_MEASURING_MEMORY if measured else 0)
 
 
 def _on_int4_grid(source: Source) -> bool:
@@ -266,16 +277,19 @@ class _Writing:
     source: Source
     layout: Layout
     weights: WeightTable
+    assistant: Assistant | None
     tell: Progress
     done: int = 0
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.source.config
-        count = parameters(config)
+        functions, count = self.layout.function_count(config.layers), parameters(config)
+        if self.assistant is not None:
+            functions, count = functions + self.assistant.function_count(self.layout), count + self.assistant.parameters()
         # Emitting all functions takes about as long as writing the weights of a small model.
-        self.per_function = max(1, min(count, SMALL_MODEL) // self.layout.function_count(config.layers))
-        self.total = count + self.per_function * self.layout.function_count(config.layers)
+        self.per_function = max(1, min(count, SMALL_MODEL) // functions)
+        self.total = count + self.per_function * functions
 
     def write_packages(self) -> dict[str, int]:
         """Write all packages that are not there yet; the offsets of the embedding's data in the head's weight file."""
@@ -283,7 +297,12 @@ class _Writing:
 
         config, layout = self.source.config, self.layout
         writer = packages.PackageSet(
-            config, layout, self.weights, wrote=self._advance, emitted=lambda: self._advance(self.per_function)
+            config,
+            layout,
+            self.weights,
+            wrote=self._advance,
+            emitted=lambda: self._advance(self.per_function),
+            assistant=self.assistant,
         )
         for layers in layout.layer_ranges(config.layers):
             name = packages.package_name(layers)

@@ -16,13 +16,12 @@ from statistics import NormalDist
 
 import numpy as np
 
+from llm_gemma_coreml.bundle.store import RANDOM_WEIGHTS
 from llm_gemma_coreml.convert.quantise import Quantised
 from llm_gemma_coreml.convert.quantise_search import BLOCK
 from llm_gemma_coreml.convert.random_models import random_config
 from llm_gemma_coreml.convert.source import HEAD_NORMS, Float32, ModelConfig, TokenizerFacts, check_config, expected_shapes
 
-DESCRIPTION = "random weights"
-"""What `source` in the bundle.json of such a bundle begins with."""
 _GROUP_ROWS = 256
 """Rows that are made together: any range of rows can be had without making those before it."""
 _SPREAD = 2.6
@@ -60,7 +59,7 @@ class RandomSource:
 
     @property
     def description(self) -> str:
-        return f"{DESCRIPTION} (seed {self._seed}) in the shape of {self.path.name}"
+        return f"{RANDOM_WEIGHTS} (seed {self._seed}) in the shape of {self.path.name}"
 
     @property
     def notes(self) -> tuple[str, ...]:
