@@ -48,8 +48,8 @@ REPLIES = (
     ("a great pick!", "Purple goes with everything."),
     ("weather in San Francisco", tool_call("get_weather", f"location:{QUOTE}San Francisco, CA{QUOTE}")),
     ("It's sunny.", "It is sunny in San Francisco."),
-    ("(Hello Group)", tool_call("unicode_customer", f"customer_name:{QUOTE}你好啊集团{QUOTE},description:{QUOTE}技术{QUOTE}")),
-    ("(Hello Corporation)", tool_call("unicode_customer", f"customer_name:{QUOTE}こんにちは株式会社{QUOTE},description:{QUOTE}会社{QUOTE}")),
+    ("a Chinese technology", tool_call("unicode_customer", f"customer_name:{QUOTE}你好啊集团{QUOTE},description:{QUOTE}技术{QUOTE}")),
+    ("a Japanese company", tool_call("unicode_customer", f"customer_name:{QUOTE}こんにちは株式会社{QUOTE},description:{QUOTE}会社{QUOTE}")),
 )
 
 
