@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
@@ -15,6 +16,7 @@ from llm_gemma_coreml.errors import GemmaCoreMLError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+PICTURE_ENDINGS = (".png", ".svg", ".pdf")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -39,15 +41,36 @@ def _describe(error: OSError) -> str:
     return f"{error.filename}: {what}" if error.filename else what
 
 
-class BundleName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """The name of an installed bundle; the shell completes it."""
+class CompletedName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """Any text; the shell completes it to one of the names that `names` gives when it is asked."""
 
-    name = "name"
+    def __init__(self, name: str, names: Callable[[], Iterable[str]]) -> None:
+        self.name = name
+        self._names = names
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        return [CompletionItem(bundle.name) for bundle in list_bundles() if bundle.name.startswith(incomplete)]
+        return [CompletionItem(name) for name in self._names() if name.lower().startswith(incomplete.lower())]
+
+
+class BundleName(CompletedName):
+    """The name of an installed bundle."""
+
+    def __init__(self) -> None:
+        super().__init__("name", lambda: (bundle.name for bundle in list_bundles()))
+
+
+class PicturePath(click.Path):  # type: ignore[type-arg, unused-ignore]
+    """A file to draw to; its ending is looked at before anything is measured."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if Path(value).suffix.lower() not in PICTURE_ENDINGS:
+            self.fail(f"{str(value)!r} must end in {', '.join(PICTURE_ENDINGS)}", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class Counts(click.ParamType):  # type: ignore[type-arg, unused-ignore]

@@ -9,6 +9,7 @@ from llm_gemma_coreml.benchmark.command import bench
 from llm_gemma_coreml.command_convert import convert
 from llm_gemma_coreml.command_verify import verify
 from llm_gemma_coreml.download.command import download
+from llm_gemma_coreml.planning.command import plan
 
 
 @click.group("gemma-coreml")
@@ -23,6 +24,7 @@ for command in (
     command_bundles.info,
     verify,
     bench,
+    plan,
     command_bundles.remove,
     command_bundles.default,
 ):

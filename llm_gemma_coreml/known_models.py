@@ -57,7 +57,7 @@ KNOWN_MODELS = (
         memory="",
         runs_on=ANYWHERE,
     ),
-    _checkpoint("gemma-4-12b-it", "gemma4", "Gemma 4 12B", "google/gemma-4-12B-it", "24 GB", "8.1 GB"),
+    _checkpoint("gemma-4-12b-it", "gemma4", "Gemma 4 12B", "google/gemma-4-12B-it", "24 GB", "8.2 GB"),
     KnownModel(
         name="gemma-4-12b-it-coreml-128k",
         family="gemma4",
@@ -70,10 +70,10 @@ KNOWN_MODELS = (
         memory="about 10 GB, a Mac with 24 GB or more (its author's figures)",
         runs_on=MAC_ONLY,
     ),
-    _checkpoint("gemma-3-270m-it", "gemma3", "Gemma 3 270M", "google/gemma-3-270m-it", "0.5 GB", "0.5 GB"),
-    _checkpoint("gemma-3-1b-it", "gemma3", "Gemma 3 1B", "google/gemma-3-1b-it", "2 GB", "1.1 GB"),
-    _checkpoint("gemma-3-4b-it", "gemma3", "Gemma 3 4B (its text model)", "google/gemma-3-4b-it", "8.6 GB", "3.5 GB"),
-    _checkpoint("gemma-3-12b-it", "gemma3", "Gemma 3 12B (its text model)", "google/gemma-3-12b-it", "24 GB", "9.5 GB"),
+    _checkpoint("gemma-3-270m-it", "gemma3", "Gemma 3 270M", "google/gemma-3-270m-it", "0.5 GB", "0.4 GB"),
+    _checkpoint("gemma-3-1b-it", "gemma3", "Gemma 3 1B", "google/gemma-3-1b-it", "2 GB", "1.2 GB"),
+    _checkpoint("gemma-3-4b-it", "gemma3", "Gemma 3 4B (its text model)", "google/gemma-3-4b-it", "8.6 GB", "3.3 GB"),
+    _checkpoint("gemma-3-12b-it", "gemma3", "Gemma 3 12B (its text model)", "google/gemma-3-12b-it", "24 GB", "9.7 GB"),
 )
 
 

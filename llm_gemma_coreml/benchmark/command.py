@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from llm_gemma_coreml import catalog
-from llm_gemma_coreml.command_types import Counts, as_json, bundle_name, one_line_errors, write_json
+from llm_gemma_coreml.command_types import Counts, PicturePath, as_json, bundle_name, one_line_errors, write_json
 
 OURS = "llm_gemma_coreml.benchmark.ours"
 LLAMA_CPP = "llm_gemma_coreml.benchmark.llamacpp"
@@ -29,7 +29,7 @@ LLAMA_CPP = "llm_gemma_coreml.benchmark.llamacpp"
     help="Directory with llama.cpp's shared libraries (or a program in it)",
 )
 @click.option("--gguf", type=click.Path(exists=True, path_type=Path), help="The model file for llama.cpp")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the figures to this file")
+@click.option("--plot", type=PicturePath(), help="Draw the figures to this file")
 @click.option("--speculation", is_flag=True, help="Speculative against plain decoding, by kind of text")
 @click.option(
     "--texts",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llm_gemma_coreml.errors import MissingDependencyError
+from llm_gemma_coreml.plotting import new_figure
 
 BUSY = 0.5
 """Load average before the measurement above which its times are not those of an idle machine."""
@@ -65,13 +65,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """Draw prefill speed and the cost of calls by depth. Raises MissingDependencyError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"Drawing needs matplotlib ({error}). Install it: pip install 'llm-gemma-coreml[plot]'"
-        ) from error
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = new_figure(11, 4.5)
     prefill, calls = figure.subplots(1, 2, width_ratios=[1, 2])
     sides = report["sides"]
     for index, (name, side) in enumerate(sides.items()):

@@ -149,19 +149,13 @@ _SPEEDUPS = ("speedup", "speedup_lowest", "speedup_highest")
 
 def draw(figures: Figures, path: Path) -> None:
     """Draw the speedups by kind. Raises MissingDependencyError without matplotlib."""
-    from llm_gemma_coreml.errors import MissingDependencyError
+    from llm_gemma_coreml.plotting import new_figure
 
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"Drawing needs matplotlib ({error}). Install it: pip install 'llm-gemma-coreml[plot]'"
-        ) from error
     kinds = [kind for kind in figures["kinds"].values() if kind["speedup"] is not None]
     middle = [kind["speedup"] for kind in kinds]
     below = [kind["speedup"] - kind["speedup_lowest"] for kind in kinds]
     above = [kind["speedup_highest"] - kind["speedup"] for kind in kinds]
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     axes.barh([kind["label"] for kind in kinds], middle, xerr=[below, above], capsize=3)
     axes.axvline(1.0, color="black", linewidth=1)

@@ -8,30 +8,19 @@ from typing import TYPE_CHECKING
 import click
 
 from llm_gemma_coreml import catalog
-from llm_gemma_coreml.command_types import one_line_errors
+from llm_gemma_coreml.command_types import CompletedName, one_line_errors
 from llm_gemma_coreml.errors import ModelNotInstalledError
 
 if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
-
     from llm_gemma_coreml.download.hub import Repository
     from llm_gemma_coreml.download.selection import Selection
 
 
-class DownloadName(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """The name of a model of the catalogue; the shell completes it."""
-
-    name = "name"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem
-
-        names = [model.name for model in catalog.KNOWN_MODELS if model.repository]
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+_names = CompletedName("name", lambda: (model.name for model in catalog.KNOWN_MODELS if model.repository))
 
 
 @click.command()
-@click.argument("wanted", metavar="NAME|REPO", type=DownloadName())
+@click.argument("wanted", metavar="NAME|REPO", type=_names)
 @click.option("--revision", help="Branch, tag or commit; default: main")
 @click.option("--name", help="What to call it here; default: its name in the catalogue, or the repository's")
 @click.option("--file", "gguf", help="Which GGUF file to take, if the repository has several")

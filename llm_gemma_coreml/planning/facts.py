@@ -1,0 +1,122 @@
+"""All figures of a plan: one model on one device, as plain values for JSON, tables and pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llm_gemma_coreml.planning import step
+from llm_gemma_coreml.planning.devices import Device
+from llm_gemma_coreml.planning.figures import Basis, Figure, computed
+from llm_gemma_coreml.planning.shapes import ModelShape
+from llm_gemma_coreml.planning.speculation import ACCEPTANCES, break_even, speedup, tokens_per_round
+
+VERIFY_ROWS = (4, 8)
+
+
+def plan(shape: ModelShape, device: Device) -> dict[str, Any]:
+    """The plan of `shape` on `device`. Each figure is {"value", "unit", "basis", "source"}; rungs are in order."""
+    return {
+        "model": {
+            "name": shape.name,
+            "origin": shape.origin,
+            "layout": shape.layout,
+            "weights": _figure(shape.weight_bytes, "bytes", shape.weights_basis, shape.origin),
+            "other": _figure(shape.extra_bytes, "bytes", shape.weights_basis, shape.origin),
+        },
+        "device": _device(device),
+        "fits": fits(shape, device),
+        "rungs": [_rung(shape, device, rung) for rung in shape.rungs],
+        "speculation": _speculation(shape, device),
+    }
+
+
+def _figure(value: float, unit: str, basis: Basis = "computed", source: str = "") -> dict[str, Any]:
+    return Figure(value, unit, basis, source).as_dict()
+
+
+def _device(device: Device) -> dict[str, Any]:
+    known = {
+        "bandwidth": device.bandwidth,
+        "efficiency": device.efficiency,
+        "dispatch": device.dispatch,
+        "four_rows": device.verify_ratio,
+        "flash": device.flash,
+    }
+    figures = {name: figure.as_dict() for name, figure in known.items() if figure is not None}
+    return {"name": device.name, "memory_gb": list(device.memory), **figures}
+
+
+def fits(shape: ModelShape, device: Device) -> str:
+    """Whether the model fits the device's memory at its smallest rung, in words."""
+    needed = shape.memory_bytes(shape.rungs[0])
+    share = device.usable_memory / max(device.memory) / 1e9
+    enough = [size for size in device.memory if size * 1e9 * share >= needed]
+    if enough:
+        return f"yes, with {enough[0]} GB or more" if len(device.memory) > 1 else "yes"
+    if device.flash is not None:
+        return "no: weights would have to be read from flash again for each call, as some apps do"
+    return f"no: it needs {needed / 1e9:.1f} GB, and {device.usable_memory / 1e9:.0f} GB can be used at most"
+
+
+def _rung(shape: ModelShape, device: Device, rung: int) -> dict[str, Any]:
+    once, moved = step.bytes_once(shape, rung), step.bytes_moved(shape, rung)
+    plain = step.call_milliseconds(shape, device, rung)
+    reads = {
+        "body": _figure(once.body, "bytes", shape.weights_basis),
+        "head": _figure(once.head, "bytes", shape.weights_basis),
+        "ring": _figure(once.ring, "bytes"),
+        "full": _figure(once.full, "bytes"),
+        "total": _figure(once.total, "bytes"),
+    }
+    return {
+        "rung": rung,
+        "cache": _figure(shape.cache_bytes(rung), "bytes"),
+        "memory": _figure(shape.memory_bytes(rung), "bytes"),
+        "reads": reads,
+        "moves": _figure(moved.total, "bytes"),
+        "floor": _figure(step.floor_milliseconds(shape, device, rung), "ms/token"),
+        "step": _figure(plain, "ms/token"),
+        "rate": _figure(1000 / plain, "tokens/s"),
+        "verify": {str(rows): _figure(step.call_milliseconds(shape, device, rung, rows), "ms") for rows in VERIFY_ROWS},
+        "draft": _figure(step.draft_milliseconds(shape, device, rung), "ms"),
+        "load_bound": step.is_load_bound(shape, device, rung),
+    }
+
+
+def _speculation(shape: ModelShape, device: Device) -> list[dict[str, Any]]:
+    """Speed against acceptance at the smallest and the largest rung, for each drafter and width."""
+    drafters = [("prompt lookup", 0.0)]
+    if shape.drafter_bytes is not None:
+        drafters.append(("assistant", 1.0))
+    found = []
+    for rung in sorted({shape.rungs[0], shape.rungs[-1]}):
+        plain = step.call_milliseconds(shape, device, rung)
+        for name, share in drafters:
+            for rows in VERIFY_ROWS:
+                verify = step.call_milliseconds(shape, device, rung, rows)
+                drafting = share * (rows - 1) * step.draft_milliseconds(shape, device, rung)
+                found.append(
+                    {
+                        "drafter": name,
+                        "rung": rung,
+                        "rows": rows,
+                        "break_even": break_even(rows - 1, plain, verify, drafting),
+                        "speedups": {
+                            str(chance): round(speedup(tokens_per_round(chance, rows - 1), plain, verify, drafting), 3)
+                            for chance in ACCEPTANCES
+                        },
+                    }
+                )
+    return found
+
+
+def time_by_part(shape: ModelShape, device: Device, rung: int) -> dict[str, Figure]:
+    """Milliseconds of one call by what takes them."""
+    moved = step.bytes_moved(shape, rung)
+    reached = device.bandwidth.value * device.efficiency.value * 1e6
+    parts = {"layers' weights": moved.body, "head's weights": moved.head, "ring K/V": moved.ring, "full K/V": moved.full}
+    times = {name: computed(count / reached, "ms") for name, count in parts.items()}
+    times["starting packages"] = computed(shape.packages * device.dispatch.value, "ms")
+    if step.is_load_bound(shape, device, rung):
+        times["loading weights"] = computed(step.load_milliseconds(shape, device), "ms")
+    return times
