@@ -134,9 +134,33 @@ def write_gguf(
     return stored
 
 
-def tokenizer_json() -> str:
-    """The tiny vocabulary in the form of Gemma's tokenizer.json (merges spelled out, markers added)."""
+GEMMA4_MARKERS = (
+    "<|tool>",
+    "<tool|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+    "<|think|>",
+    "<|channel>",
+    "<channel|>",
+)
+
+
+def gemma4_pieces() -> Pieces:
+    """The tiny vocabulary with Gemma 4's markers in the place of Gemma 3's and of unused ones."""
     pieces = tiny_pieces()
+    unused = [number for number, (text, _, _) in enumerate(pieces) if text.startswith("<unused")]
+    places = {text: number for number, (text, _, _) in enumerate(pieces)}
+    names = dict(zip(unused, GEMMA4_MARKERS, strict=False))
+    names |= {places["<start_of_turn>"]: "<|turn>", places["<end_of_turn>"]: "<turn|>"}
+    return [(names[number], -1000.0, CONTROL) if number in names else piece for number, piece in enumerate(pieces)]
+
+
+def tokenizer_json(pieces: Pieces | None = None) -> str:
+    """A vocabulary, by default the tiny one, in the form of Gemma's tokenizer.json (merges spelled out, markers added)."""
+    pieces = tiny_pieces() if pieces is None else pieces
     texts = {text.replace(" ", "▁") for text, _, _ in pieces}
     ranked = sorted((piece for piece in pieces if piece[2] == NORMAL), key=lambda piece: -piece[1])
     merges = [
