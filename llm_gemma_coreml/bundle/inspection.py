@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llm_gemma_coreml.bundle.manifest import Manifest, head_function_name, layers_function_name, load_manifest
+from llm_gemma_coreml.bundle.manifest import (
+    Manifest,
+    assistant_function_name,
+    head_function_name,
+    layers_function_name,
+    load_manifest,
+)
 from llm_gemma_coreml.bundle.package import Package, open_package
 from llm_gemma_coreml.bundle.program import TensorType
 from llm_gemma_coreml.errors import PackageError
@@ -32,13 +39,20 @@ def check_packages(manifest: Manifest, bundle_path: Path) -> None:
         package = open_package(bundle_path / entry.path)
         names = [layers_function_name(rung, width) for rung in manifest.rungs for width in manifest.widths]
         states = {s.name: TensorType("float16", s.shape) for s in manifest.states if s.package == entry.path}
-        _check_functions(package, names)
+        drafting = _assistant_functions(manifest, entry.path)
+        _check_functions(package, [*names, *drafting])
         _check_states(package, states)
-        check_shared_weights(package)
+        check_shared_weights(package, drafting)
     head = open_package(bundle_path / manifest.head_package)
     _check_functions(head, [head_function_name(width) for width in manifest.head_widths])
     _check_states(head, {})
     check_shared_weights(head)
+
+
+def _assistant_functions(manifest: Manifest, package: str) -> list[str]:
+    """Names of the assistant's functions in that package; none if it is elsewhere, or if there is none."""
+    held = manifest.drafter is not None and manifest.drafter.path == package
+    return [assistant_function_name(rung) for rung in manifest.rungs] if held else []
 
 
 def _check_functions(package: Package, expected: Iterable[str]) -> None:
@@ -57,16 +71,18 @@ def _check_states(package: Package, expected: dict[str, TensorType]) -> None:
             )
 
 
-def check_shared_weights(package: Package) -> None:
+def check_shared_weights(package: Package, apart: Collection[str] = ()) -> None:
     """Check that all functions use the same blobs, and that the weight files hold little else.
 
+    apart: functions of another model in the same package; they share among themselves.
     Raises PackageError with the counts of bytes.
     """
     used = {name: _blob_sizes(package, name) for name in package.functions}
     distinct = {place: size for blobs in used.values() for place, size in blobs.items()}
-    shared = {place for place in distinct if all(place in blobs for blobs in used.values())}
     total = sum(distinct.values())
-    unshared = total - sum(distinct[place] for place in shared)
+    groups = [[used[name] for name in used if (name in apart) == other] for other in (False, True)]
+    lonely = {place for group in groups for blobs in group for place in blobs if not all(place in each for each in group)}
+    unshared = sum(distinct[place] for place in lonely)
     allowed = max(_UNSHARED_BYTES, int(total * _UNSHARED_FRACTION))
     if unshared > allowed:
         raise PackageError(
@@ -127,6 +143,7 @@ def inspect(bundle_path: Path) -> dict[str, Any]:
         "rungs": list(manifest.rungs),
         "widths": list(manifest.widths),
         "quantisation": manifest.quantisation,
+        "drafter": None if manifest.drafter is None else asdict(manifest.drafter),
         "packages": [_package_facts(bundle_path, path) for path in manifest.package_paths()],
         "cache": {
             "ring_bytes": ring,
@@ -169,6 +186,11 @@ def render(facts: dict[str, Any]) -> str:
         f"  vocabulary  {facts['vocabulary']} tokens",
         f"  weights     {quantised}",
     ]
+    if (drafter := facts["drafter"]) is not None:
+        lines.append(
+            f"  drafter     assistant of {drafter['layers']} layers, hidden size {drafter['hidden_size']}, in {drafter['path']}; "
+            f"reads K/V of layers {drafter['sliding_source_layer']} and {drafter['full_source_layer']}; {drafter['source']}"
+        )
     for package in facts["packages"]:
         lines.append(f"  package     {package['path']}: {_megabytes(package['weight_bytes'])} of weights")
         lines.append(f"    functions {', '.join(package['functions'])}")

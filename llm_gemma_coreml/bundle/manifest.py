@@ -13,6 +13,8 @@ from llm_gemma_coreml.bundle.records import RecordError, decode
 from llm_gemma_coreml.errors import BundleError
 
 SCHEMA_VERSION = 1
+DRAFTER_SCHEMA_VERSION = 2
+"""Of a bundle with a drafter: readers of version 1 refuse what they would not know how to run."""
 MANIFEST_FILE = "bundle.json"
 REMEDY = "Install or convert the bundle again."
 _LARGEST_MANIFEST = 1 << 24
@@ -85,12 +87,16 @@ class StateEntry:
 
 @dataclass(frozen=True)
 class Drafter:
-    """The assistant model's package, if the bundle has one (see the Gemma 4 architecture)."""
+    """The assistant, if the bundle has one: functions `assistant_context_{rung}` in the package of the last layers."""
 
     path: str
+    """The package, one of `layer_packages`."""
     sliding_source_layer: int
     full_source_layer: int
+    """The layers whose K/V it reads."""
     hidden_size: int
+    layers: int
+    source: str
 
 
 @dataclass(frozen=True)
@@ -162,8 +168,10 @@ class Manifest:
     @classmethod
     def _decode(cls, value: Any) -> Manifest:
         version = value.get("schema_version", SCHEMA_VERSION) if isinstance(value, dict) else SCHEMA_VERSION
-        if version != SCHEMA_VERSION:
-            raise BundleError(f"schema_version is {version!r}, this release reads {SCHEMA_VERSION} only")
+        if version not in (SCHEMA_VERSION, DRAFTER_SCHEMA_VERSION):
+            raise BundleError(
+                f"schema_version is {version!r}, this release reads {SCHEMA_VERSION} and {DRAFTER_SCHEMA_VERSION} only"
+            )
         try:
             manifest: Manifest = decode(cls, value, "the bundle")
         except RecordError as error:
@@ -176,11 +184,9 @@ class Manifest:
         return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def package_paths(self) -> tuple[str, ...]:
-        """Relative paths of all packages: layers in order, head, drafter if there is one."""
+        """Relative paths of all packages: layers in order, head."""
         paths = [package.path for package in self.layer_packages]
         paths.append(self.head_package)
-        if self.drafter is not None:
-            paths.append(self.drafter.path)
         return tuple(paths)
 
 
@@ -234,6 +240,11 @@ def resolve_inside(bundle_path: Path, relative: str) -> Path:
 def layers_function_name(rung: int, width: int) -> str:
     """Name of the function of a layer package for one rung and width."""
     return f"context_{rung}_width_{width}"
+
+
+def assistant_function_name(rung: int) -> str:
+    """Name of the assistant's function for one rung, in the package of the last layers."""
+    return f"assistant_context_{rung}"
 
 
 def head_function_name(width: int) -> str:

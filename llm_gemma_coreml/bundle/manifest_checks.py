@@ -56,6 +56,7 @@ def check_manifest(manifest: Manifest) -> None:
     _check_sizes(manifest)
     _check_ladder(manifest)
     _check_layer_packages(manifest)
+    _check_drafter(manifest)
     _check_states(manifest)
     _check_embedding(manifest)
     _check_rotary(manifest.rotary_sliding, manifest.head_dim_sliding, "rotary_sliding")
@@ -176,6 +177,22 @@ def _check_embedding(manifest: Manifest) -> None:
     _require(table.multiplier > 0, "embedding.multiplier must be positive")
 
 
+def _check_drafter(manifest: Manifest) -> None:
+    drafter = manifest.drafter
+    wanted = "2 or more" if drafter is not None else "1"
+    _require((manifest.schema_version > 1) == (drafter is not None), f"schema_version must be {wanted}: drafter")
+    if drafter is None:
+        return
+    last = manifest.layer_packages[-1]
+    _require(drafter.path == last.path, f"drafter.path must be the package of the last layers, {last.path!r}")
+    for kind, layer in (("sliding", drafter.sliding_source_layer), ("full", drafter.full_source_layer)):
+        inside = last.first_layer <= layer < last.end_layer
+        fits = inside and manifest.layer_types[layer] == kind
+        _require(fits, f"drafter.{kind}_source_layer must be a {kind} layer of {last.path!r}")
+    _require(1 <= drafter.hidden_size <= _LARGEST["hidden_size"], "drafter.hidden_size is out of range")
+    _require(1 <= drafter.layers <= _LARGEST_LAYERS, "drafter.layers is out of range")
+
+
 def _check_rotary(rotary: RotaryEmbedding, head_dim: int, what: str) -> None:
     _require(rotary.theta > 0 and rotary.scaling > 0, f"{what}: theta and scaling must be positive")
     _require(rotary.head_dim == head_dim, f"{what}.head_dim must be {head_dim}")
@@ -199,8 +216,6 @@ def referenced_paths(manifest: Manifest) -> tuple[str, ...]:
     """Every path that the manifest uses, files and package folders, each once."""
     paths = [package.path for package in manifest.layer_packages]
     paths += [manifest.head_package, manifest.embedding.path, manifest.tokenizer, manifest.chat_template]
-    if manifest.drafter is not None:
-        paths.append(manifest.drafter.path)
     return tuple(dict.fromkeys(paths))
 
 

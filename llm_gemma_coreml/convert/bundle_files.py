@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llm_gemma_coreml.bundle.checksums import file_entries
 from llm_gemma_coreml.bundle.manifest import (
+    DRAFTER_SCHEMA_VERSION,
     MANIFEST_FILE,
     EmbeddingTable,
     LayerPackage,
@@ -15,6 +17,7 @@ from llm_gemma_coreml.bundle.manifest import (
     RotaryEmbedding,
     StateEntry,
 )
+from llm_gemma_coreml.convert.assistant import Assistant
 from llm_gemma_coreml.convert.checkpoint_config import GEMMA_TERMS
 from llm_gemma_coreml.convert.quantise import block_size
 from llm_gemma_coreml.convert.source import ModelConfig, Source
@@ -26,17 +29,32 @@ TOKENIZER, TEMPLATE, LICENCE = "tokenizer.model", "chat_template.jinja", "LICENC
 
 
 def write_bundle_files(
-    folder: Path, name: str, source: Source, bits: int, layout: Layout, embedding: dict[str, int], notes: tuple[str, ...]
+    folder: Path,
+    name: str,
+    source: Source,
+    bits: int,
+    layout: Layout,
+    embedding: dict[str, int],
+    notes: tuple[str, ...],
+    assistant: Assistant | None = None,
 ) -> Manifest:
     """Write them into `folder`, which holds the packages; `bundle.json`, which lists all others, comes last.
 
-    embedding: offsets of the embedding's data in the head's weight file, by weight id.
+    embedding: offsets of the embedding's data in the head's weight file, by weight id. assistant: the drafter whose
+    functions are in the last layer package.
     Raises SourceError for a tokenizer that cannot be used.
     """
     (folder / TOKENIZER).write_bytes(source.tokenizer_model())
     (folder / TEMPLATE).write_text(_chat_template(source), encoding="utf-8")
     (folder / LICENCE).write_text(_licence_note(source.config), encoding="utf-8")
     manifest = _manifest(name, source, bits, layout, embedding, folder, notes)
+    if assistant is not None:
+        manifest = replace(
+            manifest,
+            schema_version=DRAFTER_SCHEMA_VERSION,
+            drafter=assistant.manifest_entry(manifest.layer_packages[-1].path),
+            quantisation=manifest.quantisation | {"drafter": assistant.quantisation()},
+        )
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from llm_gemma_coreml.errors import SourceError
 GEMMA_TERMS = ("Gemma Terms of Use", "https://ai.google.dev/gemma/terms")
 APACHE_LICENCE = ("Apache License 2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 _KINDS = {"sliding_attention": SLIDING, "full_attention": FULL}
+_LARGEST_NUMBER = 1e30
 # Published configurations leave out what equals these defaults of their family.
 _GEMMA3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
@@ -63,6 +65,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tie_word_embeddings": (True, None),
     "hidden_activation": ("gelu_pytorch_tanh", None),
 }
+_ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 _WHAT_IT_IS = {
     "hidden_size_per_layer_input": "an embedding for each layer, as Gemma 4 E2B and E4B have it",
     "num_kv_shared_layers": "layers that use the keys and values of others, as Gemma 4 E2B and E4B have them",
@@ -92,8 +95,8 @@ class _Settings:
         self, key: str, values: Mapping[str, Any] | None = None, default: float | None = None
     ) -> float:
         value = self.raw(key) if values is None else values.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise SourceError(f"{self.path}: {key} is {value!r}, not a number.")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _LARGEST_NUMBER:
+            raise SourceError(f"{self.path}: {key} is {str(value)[:40]}, not a number that can be used.")
         return float(value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
@@ -112,13 +115,7 @@ def read_config(path: Path, document: Any, name: str, embedding_dtype: str) -> M
     Raises SourceError for an unsupported family or setting, naming it.
     """
     family, settings = _text_settings(path, document)
-    for key, harmless in _UNSUPPORTED.items():
-        value = settings.raw(key)
-        if value not in harmless:
-            what = f" ({_WHAT_IT_IS[key]})" if key in _WHAT_IT_IS else ""
-            raise SourceError(
-                f"{path}: {key} = {value!r} is not supported{what}. Supported models: {supported_models()}."
-            )
+    _refuse_unsupported(settings, _UNSUPPORTED)
     layer_types = _layer_types(settings)
     if family == "gemma3":
         return _gemma3(settings, name, layer_types, embedding_dtype)
@@ -126,23 +123,63 @@ def read_config(path: Path, document: Any, name: str, embedding_dtype: str) -> M
     return _gemma4(settings, name, (*layer_types[:-1], FULL), embedding_dtype)
 
 
+def read_assistant_config(path: Path, document: Any, name: str, embedding_dtype: str) -> ModelConfig:
+    """The configuration of a Gemma 4 assistant (drafter) in the parsed `config.json`; arguments as for read_config.
+
+    Raises SourceError for a checkpoint that is no assistant, or one with settings that are not built.
+    """
+    model_type = document.get("model_type") if isinstance(document, dict) else None
+    if model_type not in _ASSISTANTS:
+        raise SourceError(
+            f"{path}: model type {model_type!r} is no drafter. Give the directory of a Gemma 4 assistant "
+            f"({', '.join(_ASSISTANTS)})."
+        )
+    if document.get("use_ordered_embeddings"):
+        raise SourceError(
+            f"{path}: use_ordered_embeddings = true is not supported (a head in clusters, as the assistants of Gemma 4 "
+            "E2B and E4B have it). Supported: the assistants of Gemma 4 12B and 31B."
+        )
+    settings = _text_settings(path, document, _ASSISTANTS)[1]
+    layer_types = _layer_types(settings)
+    # All layers of an assistant use the target's keys and values: that is what is built here.
+    shared = {"num_kv_shared_layers": (0, None, len(layer_types))}
+    _refuse_unsupported(settings, _UNSUPPORTED | shared)
+    backbone = document.get("backbone_hidden_size", 3840)
+    if not isinstance(backbone, int) or isinstance(backbone, bool) or backbone < 1:
+        raise SourceError(f"{path}: backbone_hidden_size is {backbone!r}, not a size.")
+    config = _gemma4(settings, name, (*layer_types[:-1], FULL), embedding_dtype)
+    return replace(config, backbone_hidden_size=backbone)
+
+
+def _refuse_unsupported(settings: _Settings, unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    for key, harmless in unsupported.items():
+        value = settings.raw(key)
+        if value not in harmless:
+            what = f" ({_WHAT_IT_IS[key]})" if key in _WHAT_IT_IS else ""
+            raise SourceError(
+                f"{settings.path}: {key} = {value!r} is not supported{what}. Supported models: {supported_models()}."
+            )
+
+
 def supported_models() -> str:
     """The models that can be converted, for messages."""
     return "Gemma 3 text (270M, 1B, and the text part of 4B, 12B, 27B), Gemma 4 dense text (12B, 31B)"
 
 
-def _text_settings(path: Path, document: Any) -> tuple[str, _Settings]:
+def _text_settings(
+    path: Path, document: Any, wrappers: Mapping[str, str] = _WRAPPERS
+) -> tuple[str, _Settings]:
     if not isinstance(document, dict):
         raise SourceError(f"{path}: not a JSON object.")
     model_type: Any = document.get("model_type")
     values: Any = document
-    if model_type in _WRAPPERS:
+    if isinstance(model_type, str) and model_type in wrappers:
         values = document.get("text_config")
         if not isinstance(values, dict):
             raise SourceError(f"{path}: text_config is missing.")
         if document.get("tie_word_embeddings") is False:
             values = values | {"tie_word_embeddings": False}
-        model_type = values.get("model_type", _WRAPPERS[model_type])
+        model_type = values.get("model_type", wrappers[model_type])
     if not isinstance(model_type, str) or model_type not in _TEXT_MODELS:
         raise SourceError(
             f"{path}: model type {model_type!r} is not supported. Supported: {supported_models()}."
@@ -165,10 +202,10 @@ def _layer_types(settings: _Settings) -> tuple[str, ...]:
         return tuple(FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(layers))
     if not isinstance(names, list) or len(names) != layers:
         raise SourceError(f"{settings.path}: layer_types must name the kind of each of the {layers} layers.")
-    unknown = sorted({str(name) for name in names if name not in _KINDS})
+    unknown = sorted({str(name) for name in names if str(name) not in _KINDS})
     if unknown:
-        raise SourceError(f"{settings.path}: unknown kind of layer {', '.join(unknown)}.")
-    return tuple(_KINDS[name] for name in names)
+        raise SourceError(f"{settings.path}: unknown kind of layer {', '.join(unknown)[:80]}.")
+    return tuple(_KINDS[str(name)] for name in names)
 
 
 def _rope(settings: _Settings) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -191,7 +228,9 @@ def _rope_kind(settings: _Settings, parameters: Mapping[str, Any], allowed: tupl
 
 
 def _common(settings: _Settings, layer_types: tuple[str, ...], embedding_dtype: str) -> dict[str, Any]:
-    softcap = settings.raw("final_logit_softcapping")
+    softcap = settings.number("final_logit_softcapping") if settings.raw("final_logit_softcapping") else None
+    if softcap is not None and softcap <= 0:
+        raise SourceError(f"{settings.path}: final_logit_softcapping is {softcap}; it must be positive.")
     hidden = settings.integer("hidden_size")
     if not 0 < hidden <= 1 << 24:
         raise SourceError(f"{settings.path}: hidden_size is {hidden}, which no Gemma model has.")
@@ -203,7 +242,7 @@ def _common(settings: _Settings, layer_types: tuple[str, ...], embedding_dtype: 
         "query_heads": settings.integer("num_attention_heads"),
         "sliding_window": settings.integer("sliding_window"),
         "rms_norm_epsilon": settings.number("rms_norm_eps"),
-        "final_softcap": settings.number("final_logit_softcapping") if softcap else None,
+        "final_softcap": softcap,
         "embedding_multiplier": rounded_root(hidden, embedding_dtype),
         "context_length": settings.integer("max_position_embeddings"),
     }
@@ -286,7 +325,7 @@ def _full_attention(settings: _Settings, layer_types: tuple[str, ...]) -> tuple[
         "num_key_value_heads": settings.integer("num_key_value_heads"),
     }
     usual = (base["head_dim"], base["num_key_value_heads"])
-    found: dict[str, set[tuple[Any, Any]]] = {SLIDING: set(), FULL: set()}
+    found: dict[str, set[tuple[int, int]]] = {SLIDING: set(), FULL: set()}
     for layer, kind in enumerate(layer_types):
         own = overrides.get(str(layer), {})
         if not isinstance(own, dict) or set(own) - set(base):
@@ -294,15 +333,14 @@ def _full_attention(settings: _Settings, layer_types: tuple[str, ...]) -> tuple[
                 f"{settings.path}: per_layer_config of layer {layer} holds unsupported settings."
             )
         merged = base | own
+        if not all(isinstance(value, int) for value in merged.values()):
+            raise SourceError(f"{settings.path}: per_layer_config must hold whole numbers.")
         found[kind].add((merged["head_dim"], merged["num_key_value_heads"]))
     if found[SLIDING] - {usual} or len(found[FULL]) > 1:
         raise SourceError(
             f"{settings.path}: layers of one kind differ in their heads, which is not supported."
         )
-    head_dim, kv_heads = next(iter(found[FULL]), usual)
-    if not isinstance(head_dim, int) or not isinstance(kv_heads, int):
-        raise SourceError(f"{settings.path}: per_layer_config must hold whole numbers.")
-    return head_dim, kv_heads
+    return next(iter(found[FULL]), usual)
 
 
 def rounded_root(hidden_size: int, dtype: str) -> float:

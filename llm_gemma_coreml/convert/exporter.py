@@ -82,11 +82,13 @@ class PackageWriter:
         self._descriptions: list[Any] = []
         self._states: dict[str, tuple[int, ...]] | None = None
 
-    def add_function(self, name: str, inputs: Mapping[str, Any], emit: EmitBody) -> None:
+    def add_function(
+        self, name: str, inputs: Mapping[str, Any], emit: EmitBody, weights: WeightTable | None = None
+    ) -> None:
         """Emit a function and write those of its constants that no function before it had.
 
         inputs: `tensor_input`s and `state_input`s by name. An output has the name of the operation that `emit`
-        returned; it may return several as a tuple.
+        returned; it may return several as a tuple. weights: where its constants come from, if not from the writer's table.
         """
         with _fresh_names(), Function(dict(inputs), opset_version=_TARGET) as function:
             outputs = emit(dict(function.inputs))
@@ -96,7 +98,7 @@ class PackageWriter:
         program.add_function(name, function)
         program.default_function_name = name
         program.export_as_multifunction = True
-        exporter = _StreamingExporter(program, self._folder / "weights", self._weights, self._wrote)
+        exporter = _StreamingExporter(program, self._folder / "weights", weights or self._weights, self._wrote)
         exporter.blob_writers, exporter.weight_id_to_file_value = self._blob_writers, self._written
         self._functions[name] = exporter.export().functions[name]
         describer = CoreMLProtoExporter(

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llm_gemma_coreml.convert.assistant import Assistant
 from llm_gemma_coreml.convert.source import Source
 
 if TYPE_CHECKING:
@@ -16,14 +17,15 @@ if TYPE_CHECKING:
 _CODE = Path(__file__).parent
 
 
-def conversion_fingerprint(source: Source, bits: int, layout: Layout) -> str:
-    """Hash of all that decides the packages' bytes: source, options, and the converter's own code."""
+def conversion_fingerprint(source: Source, bits: int, layout: Layout, assistant: Assistant | None = None) -> str:
+    """Hash of all that decides the packages' bytes: sources, options, and the converter's own code."""
     facts = {
         "source": source.description,
         "files": _files(source.path),
         "config": asdict(source.config),
         "bits": bits,
         "layout": asdict(layout),
+        "assistant": None if assistant is None else [assistant.facts(), _files(assistant.source.path)],
         "converter": _code_digest(),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -10,6 +10,7 @@ from typing import Any
 
 from llm_gemma_coreml.bundle.manifest import head_function_name, layers_function_name
 from llm_gemma_coreml.convert.architectures import layer_emitter
+from llm_gemma_coreml.convert.assistant import Assistant
 from llm_gemma_coreml.convert.emit import FunctionEmitter, LayerFunction
 from llm_gemma_coreml.convert.exporter import PackageWriter, state_input, tensor_input
 from llm_gemma_coreml.convert.source import FULL, SLIDING, ModelConfig
@@ -71,7 +72,10 @@ class PackageSet:
         weights: WeightTable,
         wrote: Callable[[int], None] = lambda elements: None,
         emitted: Callable[[], None] = lambda: None,
+        assistant: Assistant | None = None,
     ) -> None:
+        """assistant: its functions go into the package with the last layers."""
+        self._assistant = assistant
         self._config = config
         self._layout = layout
         self._weights = weights
@@ -86,6 +90,10 @@ class PackageSet:
             function_name = layers_function_name(function.rung, function.width)
             writer.add_function(function_name, inputs, partial(self._emit_layers, layers, function))
             self._emitted()
+        if self._assistant is not None and layers.stop == self._config.layers:
+            states = state_inputs(self._config, self._layout, layers)
+            for _ in self._assistant.add_functions(writer, self._layout, states):
+                self._emitted()
         writer.finish(layers_function_name(self._layout.rungs[0], self._layout.widths[0]))
 
     def write_head(self, path: Path) -> dict[str, int]:
@@ -127,7 +135,11 @@ def layer_inputs(config: ModelConfig, layout: Layout, function: LayerFunction, l
         inputs[f"{kind}_slot_positions"] = tensor_input((function.view_rows(kind),), "int32")
     for kind in kinds:
         inputs[f"{kind}_write_start"] = tensor_input((1,), "int32")
-    for layer in layers:
-        for part in "kv":
-            inputs[f"{part}_{layer}"] = state_input(state_shape(config, layout, layer))
-    return inputs
+    return inputs | {name: make() for name, make in state_inputs(config, layout, layers).items()}
+
+
+def state_inputs(config: ModelConfig, layout: Layout, layers: range) -> dict[str, Callable[[], Any]]:
+    """What makes the state inputs of each function of the package with those layers, by name."""
+    return {
+        f"{part}_{layer}": partial(state_input, state_shape(config, layout, layer)) for layer in layers for part in "kv"
+    }

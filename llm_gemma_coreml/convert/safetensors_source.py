@@ -17,6 +17,7 @@ from llm_gemma_coreml.convert.checkpoint_facts import read_chat_template, read_j
 from llm_gemma_coreml.convert.quantise import Quantised, exact_int4
 from llm_gemma_coreml.convert.source import (
     Float32,
+    ModelConfig,
     check_config,
     check_finite,
     check_tensors,
@@ -62,6 +63,13 @@ class SafetensorsSource:
     notes: tuple[str, ...] = ()
 
     def __init__(self, path: Path) -> None:
+        document = self._open(path)
+        self._trim_vocabulary()
+        self.chat_template = read_chat_template(path, self.config.family, self._pieces)
+        self.tokenizer_facts = read_tokenizer_facts(path, document, self._pieces, self.config.vocabulary_size)
+
+    def _open(self, path: Path) -> dict[str, Any]:
+        """Find the tensors and check them against the configuration; returns the parsed `config.json`."""
         self.path = path
         self._open_files = ExitStack()
         places, unknown = self._find_tensors()
@@ -69,7 +77,7 @@ class SafetensorsSource:
             raise SourceError(f"{path}: tensor embed_tokens.weight is missing. Is the download complete?")
         config_path = path / "config.json"
         document = read_json(config_path)
-        self.config = read_config(config_path, document, path.name, places["embedding"].dtype)
+        self.config = self._read_config(config_path, document, places["embedding"].dtype)
         self._tokenizer: bytes | None = None
         check_config(path, self.config)
         check_tensors(path, self.config, {name: place.shape for name, place in places.items()}, unknown)
@@ -80,9 +88,10 @@ class SafetensorsSource:
                     "Use the unquantised checkpoint."
                 )
         self._places = places
-        self._trim_vocabulary()
-        self.chat_template = read_chat_template(path, self.config.family, self._pieces)
-        self.tokenizer_facts = read_tokenizer_facts(path, document, self._pieces, self.config.vocabulary_size)
+        return document
+
+    def _read_config(self, path: Path, document: dict[str, Any], embedding_dtype: str) -> ModelConfig:
+        return read_config(path, document, self.path.name, embedding_dtype)
 
     @cached_property
     def description(self) -> str:
@@ -159,7 +168,7 @@ class SafetensorsSource:
             except (SafetensorError, OSError) as error:
                 raise SourceError(f"{file_path}: damaged or incomplete ({error}). Fetch it again.") from error
             for key in keys:
-                name = _canonical_name(key)
+                name = self._canonical_name(key)
                 if name is None:
                     unknown.append(key)
                 elif name:
@@ -168,6 +177,11 @@ class SafetensorsSource:
                     part = file.get_slice(key)
                     places[name] = _Place(file, key, tuple(part.get_shape()), part.get_dtype())
         return places, unknown
+
+    @staticmethod
+    def _canonical_name(key: str) -> str | None:
+        """Canonical name of a tensor; "" for one of a part that is not converted, None if it is unknown."""
+        return _canonical_name(key)
 
     def _files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"

@@ -68,6 +68,8 @@ class ModelConfig:
     """Gemma 4: full layers have no `v`; the value is the raw key projection, normalised."""
     layer_scalar: bool = False
     """Gemma 4: tensors `layers.{i}.layer_scalar` (one number) multiply the layer's output."""
+    backbone_hidden_size: int | None = None
+    """Of an assistant: the hidden size of its target, whose K/V its layers attend to; they have none of their own."""
 
     @property
     def layers(self) -> int:
@@ -98,7 +100,7 @@ class Source(Protocol):
     Canonical names: "embedding" [vocabulary, hidden], "final_norm" [hidden] and, for each layer i,
     "layers.{i}.q|k|v|o|gate|up|down" [out, in] and "layers.{i}.input_norm|post_attention_norm|
     pre_feedforward_norm|post_feedforward_norm|q_norm|k_norm" (1-D); Gemma 4 adds "layers.{i}.layer_scalar"
-    [1]. The head is tied to the embedding.
+    [1]; an assistant has "pre_projection", "post_projection" and no k, v and k_norm. The head is tied to the embedding.
     """
 
     config: ModelConfig
@@ -175,9 +177,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         }
         if kind == FULL and config.value_is_key_full:
             del own["v"]
+        if config.backbone_hidden_size is not None:
+            own = {name: size for name, size in own.items() if name not in ("k", "v", "k_norm")}
         if config.layer_scalar:
             own["layer_scalar"] = (1,)
         shapes.update({f"layers.{layer}.{name}": shape for name, shape in own.items()})
+    if config.backbone_hidden_size is not None:
+        shapes["pre_projection"] = (hidden, 2 * config.backbone_hidden_size)
+        shapes["post_projection"] = (config.backbone_hidden_size, hidden)
     return shapes
 
 
@@ -234,11 +241,16 @@ def check_config(path: Path, config: ModelConfig) -> None:
             raise SourceError(
                 f"{path}: {config.query_heads} query heads cannot share {kv_heads} key/value heads."
             )
-    if config.hidden_size % 32 or config.intermediate_size % 32 or config.head_dim_sliding % 2:
-        raise SourceError(
-            f"{path}: hidden size {config.hidden_size} and intermediate size {config.intermediate_size} must "
-            "be multiples of 32 (the quantisation block)."
-        )
+    for head_dim in (config.head_dim_sliding, config.head_dim_full):
+        if head_dim % 2:
+            raise SourceError(f"{path}: the head dimension {head_dim} is odd: rotary embedding needs pairs.")
+    mixed = {config.query_heads * config.head_dim(layer) for layer in range(config.layers)}
+    for size in (config.hidden_size, config.intermediate_size, *mixed):
+        if size % 32:
+            raise SourceError(
+                f"{path}: hidden size {config.hidden_size}, intermediate size {config.intermediate_size} and query heads "
+                f"times head dimension ({', '.join(map(str, sorted(mixed)))}) must be multiples of 32 (the quantisation block)."
+            )
 
 
 def check_finite(path: Path, name: str, values: NDArray[np.floating]) -> None:

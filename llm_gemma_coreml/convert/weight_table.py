@@ -44,8 +44,10 @@ class WeightTable:
     head too, always has 8.
     """
 
-    def __init__(self, source: Source, bits: int, importance: Importance | None = None) -> None:
+    def __init__(self, source: Source, bits: int, importance: Importance | None = None, prefix: str = "") -> None:
+        """prefix: of the ids of everything that comes from `source`, where a package holds the weights of two models."""
         self._source = source
+        self._prefix = prefix
         self._bits = bits
         self._importance = importance
         self._shapes = expected_shapes(source.config)
@@ -60,19 +62,20 @@ class WeightTable:
         rows = sum(self._shapes[part][0] for part in parts)
         columns = self._shapes[parts[0]][1]
         bits = 8 if parts[0] == "embedding" else self._bits
-        values = f"{name}.values"
+        values = f"{self._prefix}{name}.values"
         if bits == 16:
             self._define(values, (rows, columns), "float16", lambda: self._plain(parts))
             return LinearWeight(rows, columns, values, None)
-        scales = f"{name}.scales"
+        scales = f"{self._prefix}{name}.scales"
         self._define(values, (rows, columns), f"int{bits}", lambda: self._quantised(name, parts, bits).values)
         self._define(scales, (rows, columns // block_size(columns, bits)), "float16", lambda: self._scales(name, parts, bits))
         return LinearWeight(rows, columns, values, scales)
 
     def vector(self, name: str, factor: float = 1.0) -> str:
         """Id of the 1-D tensor `name`, fp32, times `factor` (the same one at each call)."""
-        self._define(name, self._shapes[name], "float32", lambda: self._source.tensor(name) * np.float32(factor))
-        return name
+        weight_id = f"{self._prefix}{name}"
+        self._define(weight_id, self._shapes[name], "float32", lambda: self._source.tensor(name) * np.float32(factor))
+        return weight_id
 
     def array(self, weight_id: str, make: Callable[[], NDArray[Any]], shape: tuple[int, ...], dtype: str) -> str:
         """Id of a constant that comes from no checkpoint; `make` returns it with that shape and dtype."""

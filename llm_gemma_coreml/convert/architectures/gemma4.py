@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from coremltools.converters.mil import Builder as mb  # noqa: N813
@@ -10,13 +11,17 @@ from llm_gemma_coreml.convert.emit import FunctionEmitter
 from llm_gemma_coreml.convert.source import FULL
 
 Var = Any
+Attention = Callable[[FunctionEmitter, Var, int, str], Var]
+"""(emitter, normed stream fp32 [S, H], layer, name) -> fp16 [S, H]."""
 
 
-def emit_layer(emitter: FunctionEmitter, hidden: Var, layer: int, result: str) -> Var:
+def emit_layer(
+    emitter: FunctionEmitter, hidden: Var, layer: int, result: str, attention: Attention | None = None
+) -> Var:
     """One decoder layer on the residual stream `hidden`, fp32 [S, H]; the new stream is named `result`."""
     tensors, name = f"layers.{layer}", f"layer_{layer}"
     normed = emitter.norm(hidden, f"{tensors}.input_norm", f"{name}_input_norm")
-    attended = emitter.single(_attention(emitter, normed, layer, f"{name}_attention"))
+    attended = emitter.single((attention or _attention)(emitter, normed, layer, f"{name}_attention"))
     attended = emitter.norm(attended, f"{tensors}.post_attention_norm", f"{name}_post_attention_norm")
     hidden = emitter.add_residual(hidden, attended, f"{name}_attended")
     normed = emitter.norm(hidden, f"{tensors}.pre_feedforward_norm", f"{name}_pre_feedforward_norm")
