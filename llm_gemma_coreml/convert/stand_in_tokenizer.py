@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llm_gemma_coreml.convert.random_models import VOCABULARY
 from llm_gemma_coreml.convert.tokenizer import (
     SPACE,
     Piece,
@@ -27,8 +28,8 @@ def stand_in(vocabulary_size: int, given: Path | None = None) -> tuple[bytes, st
     """
     if given is not None:
         return _given(given, vocabulary_size), given.name
-    taken = _from_quickstart()
-    if taken is not None and piece_count(taken) == vocabulary_size:
+    taken = _from_quickstart() if vocabulary_size == VOCABULARY else None
+    if taken is not None:
         return taken, "that of Gemma 3, from the quick-start package"
     return byte_model(vocabulary_size), "a stand-in, one token for each byte"
 
