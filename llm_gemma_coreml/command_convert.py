@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 @click.option("--random", metavar="MODEL", help="Random weights in the shape of MODEL (gemma-4-12b, ...), for tests of scale")
 @click.option("--seed", type=click.IntRange(min=0), help="Other random weights; default: 0")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.model or tokenizer.json for --random")
-@click.option("--drafter", type=click.Path(path_type=Path), help="The model's assistant, to be built in: a safetensors directory, or the name of a downloaded one")
+@click.option(
+    "--drafter",
+    type=click.Path(path_type=Path),
+    help="The model's assistant, to be built in: a safetensors directory, or the name of a downloaded one",
+)
 @click.option("--name", help="Name of the bundle; default: from the source")
 @click.option("--bits", type=click.Choice(["4", "8"]), help="Bits per weight; default: by the model's size")
 @click.option("--contexts", type=Counts(), default="4096,32768,131072", show_default=True, help="Rungs")

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 QUICK_START = "gemma3-270m-base"
 ANYWHERE, MAC_ONLY = "Mac, Linux", "Mac only"
 _GEMMA_TERMS = "Gemma Terms of Use (https://ai.google.dev/gemma/terms)"
+_APACHE = "Apache-2.0"
 _CONVERT_EXTRAS = "pip install 'llm-gemma-coreml[convert,download]'"
 
 
@@ -35,7 +36,7 @@ def _checkpoint(name: str, family: str, what: str, repository: str, size: str, m
         family=family,
         description=f"{what}, converted here from Google's checkpoint ({repository})",
         commands=(_CONVERT_EXTRAS, f"llm gemma-coreml download {name}", f"llm gemma-coreml convert {name}"),
-        licence="Apache-2.0" if family == "gemma4" else _GEMMA_TERMS,
+        licence=_APACHE if family == "gemma4" else _GEMMA_TERMS,
         download=f"about {size}, safetensors",
         kind="checkpoint",
         repository=repository,
@@ -44,6 +45,22 @@ def _checkpoint(name: str, family: str, what: str, repository: str, size: str, m
     )
 
 
+_ASSISTANT = KnownModel(
+    name="gemma-4-12b-it-assistant",
+    family="gemma4",
+    description="the small model that drafts for Gemma 4 12B (google/gemma-4-12B-it-assistant), built into its bundle",
+    commands=(
+        _CONVERT_EXTRAS,
+        "llm gemma-coreml download gemma-4-12b-it-assistant",
+        "llm gemma-coreml convert gemma-4-12b-it --drafter gemma-4-12b-it-assistant",
+    ),
+    licence=_APACHE,
+    download="about 0.8 GB, safetensors",
+    kind="checkpoint",
+    repository="google/gemma-4-12B-it-assistant",
+    memory="",
+    runs_on=ANYWHERE,
+)
 KNOWN_MODELS = (
     KnownModel(
         name=QUICK_START,
@@ -58,12 +75,13 @@ KNOWN_MODELS = (
         runs_on=ANYWHERE,
     ),
     _checkpoint("gemma-4-12b-it", "gemma4", "Gemma 4 12B", "google/gemma-4-12B-it", "24 GB", "8.2 GB"),
+    _ASSISTANT,
     KnownModel(
         name="gemma-4-12b-it-coreml-128k",
         family="gemma4",
         description="Gemma 4 12B as published for Core ML (okayuji/gemma-4-12b-it-coreml-128k)",
         commands=("pip install 'llm-gemma-coreml[download]'", "llm gemma-coreml download gemma-4-12b-it-coreml-128k"),
-        licence="Apache-2.0",
+        licence=_APACHE,
         download="10.2 GB, Core ML packages",
         kind="published",
         repository="okayuji/gemma-4-12b-it-coreml-128k",

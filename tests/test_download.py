@@ -386,3 +386,49 @@ def test_a_downloaded_checkpoint_is_converted_by_its_name(hub: FakeHub, tmp_path
     assert checkpoint(tmp_path, "gemma-3-1b-it").exists()
     assert run_llm("gemma-coreml", "remove", "gemma-3-1b-it", "-y", "--checkpoint").exit_code == 0
     assert not checkpoint(tmp_path, "gemma-3-1b-it").exists()
+
+
+def test_a_bundle_in_the_published_layout_runs_when_it_is_downloaded(hub: FakeHub, tmp_path: Path) -> None:
+    from support.published_bundle import write_published
+
+    from llm_gemma_coreml.engine.engine import Engine
+    from llm_gemma_coreml.engine.request import GenerationRequest
+
+    made = tmp_path / "made"
+    original = write_published(made)
+    files = {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    hub.repositories["okayuji/gemma-4-12b-it-coreml-128k"] = files
+    result = download("gemma-4-12b-it-coreml-128k")
+    assert (result.exit_code, result.stdout) == (0, "coreml/gemma-4-12b-it-coreml-128k\n"), result.stderr
+    assert "Licence: Apache-2.0" in result.stderr
+    bundle = tmp_path / "gemma-coreml" / "gemma-4-12b-it-coreml-128k"
+    assert COMMIT in load_manifest(bundle).source
+    prompt = [2, 30, 31, 32]
+    with Engine.open(bundle, runtime="portable") as engine:
+        tokens = [token for part in engine.generate(GenerationRequest(tuple(prompt), max_tokens=4)) for token in part]
+    assert tokens == original.greedy(prompt, 4)
+    assert "gemma4-local" in run_llm("gemma-coreml", "models").stdout
+    plan = json.loads(run_llm("gemma-coreml", "plan", "gemma-4-12b-it-coreml-128k", "--device", "M1", "--json").stdout)
+    assert (plan["model"]["layout"], plan["model"]["weights"]["basis"]) == ("published", "measured")
+
+
+def test_a_published_bundle_with_a_file_missing(hub: FakeHub, tmp_path: Path) -> None:
+    from support.published_bundle import write_published
+
+    made = tmp_path / "made"
+    write_published(made)
+    files = {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    hub.repositories["someone/published"] = {path: content for path, content in files.items() if path != "embed_fp16.bin"}
+    result = download("someone/published")
+    assert result.exit_code == 1
+    assert "embed_fp16.bin" in result.stderr
+    assert not (tmp_path / "gemma-coreml" / "published").exists()
+
+
+def test_an_assistant_is_a_checkpoint_too(hub: FakeHub, tmp_path: Path) -> None:
+    config = b'{"model_type": "gemma4_assistant", "x": 1}'
+    hub.repositories["google/gemma-4-12B-it-assistant"] = CHECKPOINT | {"config.json": config}
+    result = download("gemma-4-12b-it-assistant")
+    assert result.exit_code == 1
+    assert "config.json" in result.stderr  # its own reader has looked at it, and found it incomplete
+    assert "no drafter" not in result.stderr

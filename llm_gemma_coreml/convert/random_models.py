@@ -58,6 +58,7 @@ _LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-3-270m": _gemma3(18, 640, 2048, (4, 1), 512, 32768),
     "gemma-3-1b": _gemma3(26, 1152, 6912, (4, 1), 512, 32768),
+    "gemma-3-4b": _gemma3(34, 2560, 10240, (8, 4), 1024, 131072, **_LINEAR),
     "gemma-3-12b": _gemma3(48, 3840, 15360, (16, 8), 1024, 131072, **_LINEAR),
     "gemma-4-12b": _gemma4("gemma4_unified_text", 48, 3840, 15360, (16, 8, 1)),
     "gemma-4-31b": _gemma4("gemma4_text", 60, 5376, 21504, (32, 16, 4)),

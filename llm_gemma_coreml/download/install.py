@@ -45,7 +45,7 @@ def install(repository: Repository, selection: Selection, name: str, on_bytes: O
             _fetch(partial, selection, on_bytes)
             if converted:
                 return Installed(selection.kind, _adopt_checkpoint(partial.folder, folder / name))
-            _describe_bundle(partial.folder, selection.kind, name, repository)
+            _describe_bundle(partial.folder, selection, name, repository)
             return Installed(selection.kind, adopt_bundle(partial.folder, name))
     except LockedError as error:
         raise DownloadError(f"{name} is being downloaded by process {error.process_id or '(unknown)'}.") from error
@@ -62,11 +62,13 @@ def _fetch(partial: PartialDownload, selection: Selection, on_bytes: OnBytes) ->
 
 
 def _check_supported(path: Path) -> None:
-    """Raise SourceError if the configuration is of a model that `convert` does not know."""
-    from llm_gemma_coreml.convert.checkpoint_config import read_config
+    """Raise SourceError if the configuration is of a model, or an assistant of one, that `convert` does not know."""
+    from llm_gemma_coreml.convert.checkpoint_config import read_assistant_config, read_config
     from llm_gemma_coreml.convert.checkpoint_facts import read_json
 
-    read_config(path, read_json(path), path.parent.name, "BF16")
+    document = read_json(path)
+    read = read_assistant_config if str(document.get("model_type")).endswith("_assistant") else read_config
+    read(path, document, path.parent.name, "BF16")
 
 
 def _adopt_checkpoint(prepared: Path, final: Path) -> Path:
@@ -75,12 +77,16 @@ def _adopt_checkpoint(prepared: Path, final: Path) -> Path:
     return final
 
 
-def _describe_bundle(folder: Path, kind: Kind, name: str, repository: Repository) -> None:
+def _describe_bundle(folder: Path, selection: Selection, name: str, repository: Repository) -> None:
     """Give the bundle in `folder` its name here; the published layout gets a bundle.json. Raises BundleError."""
     from llm_gemma_coreml.bundle.manifest import load_manifest
 
-    if kind == "published":
-        raise DownloadError("not yet")
+    if selection.kind == "published":
+        from llm_gemma_coreml.convert.published_bundle import Origin, describe_published
+
+        checked = {file.path: file.sha256 for file in selection.files if file.sha256 is not None}
+        describe_published(folder, name, Origin(f"{repository.name} at {repository.commit}", checked))
+        return
     manifest = load_manifest(folder)
     if manifest.name != name:
         (folder / _MANIFEST).write_text(dataclasses.replace(manifest, name=name).to_json(), encoding="utf-8")

@@ -76,8 +76,8 @@ def why_far_from_the_floor(shape: ModelShape, device: Device, ours: ModelShape) 
     return "\n".join(
         [
             f"Why {about:.0f} ms and not {floor:.0f} at {rung:,} tokens (c), in ms: {parts}.",
-            f"  The published graph goes over all slots of the full layers about {full:g} times a call, over the ring {sliding:g}",
-            f"  times: rows are written by one-hot products over the whole buffer ({step.ONE_HOT_PASSES} passes),",
+            f"  The published graph goes over all slots of the full layers about {full:g} times a call, over the ring",
+            f"  {sliding:g} times: rows are written by one-hot products over the whole buffer ({step.ONE_HOT_PASSES} passes),",
             f"  and K/V is repeated for each of the {group} query heads that share it (1 + 2 x {group} passes).",
             "  That follows from its inputs; its graph was not seen.",
             "  The time grows with the rung, not with the conversation.",

@@ -17,6 +17,8 @@ _INT8_PER_WEIGHT = 1 + _FP16 / 32
 _INT4_PER_WEIGHT = 0.5 + _FP16 / 32
 _SMALL_MODEL = 1_000_000_000
 _LAYERS_PER_PACKAGE = 12
+_SMALL_FILE = 32 << 20
+"""Tokenizers and texts are smaller; embedding tables and drafters are larger."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def shape_of_bundle(path: Path) -> ModelShape:
 
     manifest = load_manifest(path)
     layers = [package.path for package in manifest.layer_packages]
+    counted = (*layers, manifest.head_package)
+    besides = [entry.size for entry in manifest.files if not entry.path.startswith(counted)]
     return ModelShape(
         name=manifest.name,
         origin=f"the bundle in {path}",
@@ -96,6 +100,7 @@ def shape_of_bundle(path: Path) -> ModelShape:
         ring=manifest.ring_capacity,
         rungs=manifest.rungs,
         layout="published" if manifest.layout == "published" else "ladder",
+        extra_bytes=sum(size for size in besides if size > _SMALL_FILE),
         drafter_bytes=None if manifest.drafter is None else weight_bytes(path / manifest.drafter.path),
     )
 
