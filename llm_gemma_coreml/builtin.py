@@ -14,15 +14,19 @@ if TYPE_CHECKING:
 
 @hookimpl(tryfirst=True)
 def register_runtimes(register: Callable[[Runtime], None]) -> None:
+    from llm_gemma_coreml.runtime.coreml import CoreMLRuntime
     from llm_gemma_coreml.runtime.portable import PortableRuntime
 
+    register(CoreMLRuntime())
     register(PortableRuntime())
 
 
 @hookimpl(tryfirst=True)
 def register_drafters(register: Callable[[DrafterFactory], None]) -> None:
+    from llm_gemma_coreml.drafting.assistant import AssistantFactory
     from llm_gemma_coreml.drafting.corpus import CorpusLookupFactory
     from llm_gemma_coreml.drafting.prompt_lookup import PromptLookupFactory
 
     register(PromptLookupFactory())
     register(CorpusLookupFactory())
+    register(AssistantFactory())

@@ -14,6 +14,8 @@ from llm_gemma_coreml.bundle.checksums import sha256_of, verify_files
 from llm_gemma_coreml.bundle.manifest import Drafter, LayerPackage, Manifest, StateEntry, load_manifest
 from llm_gemma_coreml.errors import BundleError
 
+DRAFTER = Drafter("layers.mlpackage", 0, 1, 64, 4, "an assistant")
+
 
 def test_json_round_trip_is_exact_and_stable() -> None:
     made = manifest()
@@ -24,10 +26,32 @@ def test_json_round_trip_is_exact_and_stable() -> None:
 
 
 def test_optional_parts_survive() -> None:
-    drafter = Drafter("layers.mlpackage", 0, 1, 64)
-    made = dataclasses.replace(manifest(), drafter=drafter, notes=("été",))
-    assert Manifest.from_json(made.to_json()).drafter == drafter
+    made = dataclasses.replace(manifest(), drafter=DRAFTER, schema_version=2, notes=("été",))
+    assert Manifest.from_json(made.to_json()).drafter == DRAFTER
     assert "été" in made.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"path": "head.mlpackage"}, "drafter.path must be the package of the last layers"),
+        ({"sliding_source_layer": 1}, "drafter.sliding_source_layer must be a sliding layer"),
+        ({"full_source_layer": 0}, "drafter.full_source_layer must be a full layer"),
+        ({"full_source_layer": 2}, "drafter.full_source_layer must be a full layer"),
+        ({"sliding_source_layer": -2}, "drafter.sliding_source_layer must be a sliding layer"),
+        ({"hidden_size": 0}, "drafter.hidden_size is out of range"),
+        ({"layers": 10**9}, "drafter.layers is out of range"),
+    ],
+)
+def test_wrong_drafters_are_named(changes: dict[str, Any], message: str) -> None:
+    text = _edited(schema_version=2, drafter=dataclasses.asdict(DRAFTER) | changes)
+    with pytest.raises(BundleError, match=message):
+        Manifest.from_json(text)
+
+
+def test_a_bundle_with_a_drafter_has_a_schema_version_of_its_own() -> None:
+    with pytest.raises(BundleError, match="2 or more with a drafter"):
+        Manifest.from_json(_edited(drafter=dataclasses.asdict(DRAFTER)))
 
 
 def _edited(**changes: Any) -> str:
@@ -37,7 +61,8 @@ def _edited(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2}, "schema_version is 2"),
+        ({"schema_version": 2}, "schema_version must be 1 without a drafter"),
+        ({"schema_version": 3}, "schema_version is 3"),
         ({"schema_version": True}, "schema_version"),
         ({"vocabulary_size": "96"}, "vocabulary_size must be of type int"),
         ({"vocabulary_size": True}, "vocabulary_size must be of type int"),

@@ -179,8 +179,8 @@ def _check_embedding(manifest: Manifest) -> None:
 
 def _check_drafter(manifest: Manifest) -> None:
     drafter = manifest.drafter
-    wanted = "2 or more" if drafter is not None else "1"
-    _require((manifest.schema_version > 1) == (drafter is not None), f"schema_version must be {wanted}: drafter")
+    wanted = "2 or more with" if drafter is not None else "1 without"
+    _require((manifest.schema_version > 1) == (drafter is not None), f"schema_version must be {wanted} a drafter")
     if drafter is None:
         return
     last = manifest.layer_packages[-1]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from llm_gemma_coreml.drafting.assistant import AssistantFactory
+from llm_gemma_coreml.drafting.base import DrafterFactory
 from llm_gemma_coreml.drafting.prompt_lookup import PromptLookupFactory
 from llm_gemma_coreml.engine import gate_prompts
 from llm_gemma_coreml.engine.gate_drafters import adversaries
@@ -66,6 +68,10 @@ class Subject:
         """The position at which the ring is used again from its start."""
         return min(self.runner.geometry.capacity, self.runner.context)
 
+    def own_drafters(self) -> list[DrafterFactory]:
+        """Drafters of ours that the bundle offers something to."""
+        return [PromptLookupFactory(), *([AssistantFactory()] if self.runner.has_assistant else [])]
+
     def edges(self) -> tuple[int, ...]:
         """Rungs that can be left for a larger one, as far as this set goes."""
         return tuple(rung for rung in self.runner.rungs[:-1] if self.full or rung <= _SHORT_DEPTH)
@@ -84,11 +90,12 @@ def speculative_equals_plain(subject: Subject) -> GateResult:
         for factory in telling:
             found = decoded(base.fork(), last, count, [factory], speculate=_DRAFTS)
             _compare(tally, expected, found, f"at {edge}, drafter {factory.name}")
-        _compare(tally, expected, decoded(base, last, count, [PromptLookupFactory()]), f"at {edge}, lookup")
+        for own in subject.own_drafters():
+            _compare(tally, expected, decoded(base.fork(), last, count, [own]), f"at {edge}, {own.name}")
     for name, prompt in gate_prompts.prompts(subject.vocabulary_size, runner.manifest.bos_id).items():
         base = filled(runner, prompt[:-1])
         expected = plain(base.fork(), prompt[-1], count)
-        _compare(tally, expected, decoded(base, prompt[-1], count, [PromptLookupFactory()]), name)
+        _compare(tally, expected, decoded(base, prompt[-1], count, subject.own_drafters()), name)
     _at_the_end_of_the_context(subject, tally)
     return tally.result("speculative = plain, greedy")
 
@@ -259,7 +266,7 @@ def sampled_equals_plain(subject: Subject) -> GateResult:
         sampling = SamplingParameters(temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty, seed=1000 + number)
         expected = plain(base.fork(), prompt[-1], count, sampling)
         drafters = adversaries(len(prompt), expected.tokens, subject.vocabulary_size)
-        for factory in [drafters[2], PromptLookupFactory()]:
+        for factory in [drafters[2], *subject.own_drafters()]:
             found = decoded(base.fork(), prompt[-1], count, [factory], sampling, _DRAFTS)
             where = f"temperature {temperature}, seed {sampling.seed}, drafter {factory.name}"
             if tally.bitwise:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_gemma_coreml.bundle.manifest import LayerPackage, Manifest, head_function_name, layers_function_name
+from llm_gemma_coreml.bundle.manifest import (
+    LayerPackage,
+    Manifest,
+    assistant_function_name,
+    head_function_name,
+    layers_function_name,
+)
 from llm_gemma_coreml.bundle.manifest_checks import BLOCK
 from llm_gemma_coreml.engine.rotary import RotaryTable
 from llm_gemma_coreml.engine.runner import Float32, HeadRows, Runner, States
@@ -91,6 +97,32 @@ class ModelRunner(Runner):
             feeds = {"hidden": np.ascontiguousarray(np.concatenate([rows, padding]))}
             parts.append(self._head.function(head_function_name(width)).run(feeds)["logits"][: len(rows)])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @property
+    def has_assistant(self) -> bool:
+        return self.manifest.drafter is not None
+
+    def assistant_step(self, states: States, slots: SlotTable, token: int, hidden: Float32) -> tuple[Float32, Float32]:
+        if not self.has_assistant:
+            raise self._no_assistant()
+        # The row stands at the position after the committed tokens in every step of a round, and sees them alone.
+        position = slots.length
+        rung = self.rung_for(position)
+        _, by_kind = self._inputs(slots, position, 1, rung)
+        feeds: dict[str, Array] = {
+            "token_embedding": self._embedding.rows([token]),
+            "hidden": np.ascontiguousarray(hidden, np.float32)[None],
+            "query_positions": np.array([position - 1], np.int32),
+        }
+        for kind, inputs in by_kind.items():
+            feeds.update({name: value for name, value in inputs.items() if name != f"{kind}_write_start"})
+        results = self._layers[-1].function(assistant_function_name(rung)).run(feeds, states[-1])
+        return results["logits"][0], results["hidden_out"][0]
+
+    def load_assistant(self) -> None:
+        if not self.has_assistant:
+            raise self._no_assistant()
+        self._layers[-1].function(assistant_function_name(self.rungs[0]))
 
 
 def _kinds(manifest: Manifest, package: LayerPackage) -> frozenset[str]:

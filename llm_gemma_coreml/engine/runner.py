@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from llm_gemma_coreml.bundle.embedding import EmbeddingRows
 from llm_gemma_coreml.bundle.manifest import LayerPackage, Manifest, resolve_inside
 from llm_gemma_coreml.engine.slots import Geometry, SlotTable
-from llm_gemma_coreml.errors import BundleError, RequestError
+from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError, RequestError
 from llm_gemma_coreml.runtime.base import LoadedPackage, Runtime, RuntimeOptions, State
 
 Float32 = NDArray[np.float32]
@@ -123,6 +123,27 @@ class Runner(ABC):
     @abstractmethod
     def logits(self, hidden: Float32) -> HeadRows:
         """What the head gives for `hidden` rows (fp32 [n, hidden size], as `run` returns them)."""
+
+    @property
+    def has_assistant(self) -> bool:
+        """Whether the bundle has a drafter that `assistant_step` runs."""
+        return False
+
+    def assistant_step(self, states: States, slots: SlotTable, token: int, hidden: Float32) -> tuple[Float32, Float32]:
+        """One step of the bundle's assistant, which reads the K/V of the committed tokens and changes nothing.
+
+        token: the one after the committed tokens, or the last draft after it. hidden: fp32 [hidden size], the row of the
+        last committed token after the final norm, or what the step before returned. Returns the logits of the next
+        token, fp32 [vocabulary], and a hidden row for the next step. Raises GemmaCoreMLError.
+        """
+        raise self._no_assistant()
+
+    def load_assistant(self) -> None:
+        """Make ready what `assistant_step` runs, so that the first step takes no longer than others."""
+        raise self._no_assistant()
+
+    def _no_assistant(self) -> GemmaCoreMLError:
+        return GemmaCoreMLError(f"{self.manifest.name} has no assistant.")
 
     def close(self) -> None:
         """Let go of the packages."""

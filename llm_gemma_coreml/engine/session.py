@@ -29,7 +29,9 @@ class Session:
         self.rung = runner.rungs[0]
         """Rung of the last call."""
         self.hidden: Float32 | None = None
-        """Rows after the final norm of the last call (fp32 [n, hidden size]), for drafters that read them."""
+        """Rows after the final norm of the last call, fp32 [n, hidden size]."""
+        self.last_hidden: Float32 | None = None
+        """Of them the row of the last committed token, fp32 [hidden size], for drafters; None after a rewind."""
         self.states: States = runner.make_states()
         self.slots = runner.make_slots()
         self._pending: tuple[int, ...] = ()
@@ -109,6 +111,8 @@ class Session:
 
     def commit(self, count: int) -> None:
         """Keep the first `count` tokens of the last `step`; the others are forgotten."""
+        if count and self._pending and self.hidden is not None:
+            self.last_hidden = self.hidden[min(count, len(self._pending)) - 1]
         self.tokens.extend(self._pending[:count])
         self._pending = ()
         self.slots.truncate(len(self.tokens))
@@ -162,7 +166,7 @@ class Session:
             self._rows.restore(self.states, self.slots, self._snapshots[position])
         del self.tokens[position:]
         self.rung = self.runner.rung_for(max(position, 1))
-        self.hidden = None
+        self.hidden = self.last_hidden = None
         self._snapshots = {p: s for p, s in self._snapshots.items() if p <= position}
 
     def fork(self, position: int | None = None) -> Session:
@@ -179,6 +183,7 @@ class Session:
             self._rows.restore(other.states, other.slots, snapshot)
         other.tokens = self.tokens[:position]
         other.rung = self.runner.rung_for(max(position, 1))
+        other.last_hidden = self.last_hidden if position == len(self.tokens) else None
         other._highest = position
         other._snapshots = {p: s for p, s in self._snapshots.items() if p <= position}
         other._marks = set(other._snapshots)
