@@ -40,6 +40,8 @@ class ModelEntry(NamedTuple):
     aliases: tuple[str, ...]
     can_think: bool
     locate: Callable[[], Path]
+    is_published: bool = False
+    """In the published layout, which can be run in several ways."""
 
 
 def models() -> list[ModelEntry]:
@@ -52,6 +54,7 @@ def models() -> list[ModelEntry]:
             _aliases_of(bundle.name, meanings),
             bundle.template_kind == "gemma4",
             _locator(bundle),
+            bundle.is_published,
         )
         for bundle in installed
     ]

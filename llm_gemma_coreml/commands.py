@@ -7,6 +7,7 @@ import click
 from llm_gemma_coreml import command_bundles
 from llm_gemma_coreml.benchmark.command import bench
 from llm_gemma_coreml.command_convert import convert
+from llm_gemma_coreml.command_install import install
 from llm_gemma_coreml.command_verify import verify
 from llm_gemma_coreml.download.command import download
 from llm_gemma_coreml.planning.command import plan
@@ -19,6 +20,7 @@ def gemma_coreml() -> None:
 
 for command in (
     download,
+    install,
     convert,
     command_bundles.models,
     command_bundles.info,

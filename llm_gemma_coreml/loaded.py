@@ -14,6 +14,7 @@ from llm_gemma_coreml.errors import GemmaCoreMLError
 if TYPE_CHECKING:
     from llm_gemma_coreml.chat.chat import Chat
     from llm_gemma_coreml.engine.engine import Engine
+    from llm_gemma_coreml.engine.published_mode import PublishedMode
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class EngineOptions:
     threads: int | None = None
     exact: bool = False
     budget: int | None = None
+    published: PublishedMode | None = None
 
 
 _lock = threading.Lock()
@@ -51,7 +53,14 @@ def load(bundle: Path, options: EngineOptions = _DEFAULT) -> LoadedBundle:
 def _open(bundle: Path, options: EngineOptions) -> LoadedBundle:
     from llm_gemma_coreml.engine.engine import Engine
 
-    engine = Engine.open(bundle, runtime=options.runtime, threads=options.threads, exact=options.exact, budget=options.budget)
+    engine = Engine.open(
+        bundle,
+        runtime=options.runtime,
+        threads=options.threads,
+        exact=options.exact,
+        budget=options.budget,
+        published=options.published,
+    )
     threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
     try:
         from llm_gemma_coreml.chat.chat import Chat

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import llm
 from pydantic import Field
 
@@ -17,4 +19,19 @@ class ThinkingOptions(GemmaOptions):
 
     thinking: bool | None = Field(
         description="on: the model thinks before it answers; off (default): it answers at once", default=None
+    )
+
+
+class PublishedOptions(ThinkingOptions):
+    """Options of bundles in the published layout."""
+
+    ring: Literal["exact", "as-published"] | None = Field(
+        description="exact (default): every token sees its whole window; as-published: as the bundle's author runs it, faster "
+        "beyond the window, and not what the model computes",
+        default=None,
+    )
+    drafting: Literal["transformers", "as-published"] | None = Field(
+        description="How the bundle's drafter is driven: as transformers does (default), or as its author does; never changes "
+        "the text",
+        default=None,
     )

@@ -13,7 +13,7 @@ import llm
 
 from llm_gemma_coreml import catalog
 from llm_gemma_coreml.errors import GemmaCoreMLError
-from llm_gemma_coreml.options import GemmaOptions, ThinkingOptions
+from llm_gemma_coreml.options import GemmaOptions, PublishedOptions, ThinkingOptions
 
 if TYPE_CHECKING:
     from llm_gemma_coreml.translate import Reply
@@ -104,11 +104,25 @@ class AsyncThinkingGemmaModel(AsyncGemmaModel):
     Options = ThinkingOptions
 
 
+class PublishedGemmaModel(GemmaModel):
+    """A bundle in the published layout, which can be run in several ways."""
+
+    Options = PublishedOptions
+
+
+class AsyncPublishedGemmaModel(AsyncGemmaModel):
+    """The same, asynchronous."""
+
+    Options = PublishedOptions
+
+
 @llm.hookimpl
 def register_models(register: Callable[..., None]) -> None:
     for entry in catalog.models():
         classes = (GemmaModel, AsyncGemmaModel)
-        if entry.can_think:
+        if entry.is_published:
+            classes = (PublishedGemmaModel, AsyncPublishedGemmaModel)
+        elif entry.can_think:
             classes = (ThinkingGemmaModel, AsyncThinkingGemmaModel)
         model, async_model = (kind(entry.model_id, entry.locate) for kind in classes)
         register(model, async_model, aliases=entry.aliases)

@@ -12,7 +12,7 @@ from llm_gemma_coreml import generation, loaded, translate
 from llm_gemma_coreml.chat.messages import TextEvent, ToolCallEvent, WarningEvent
 from llm_gemma_coreml.engine.request import GenerationRequest, GenerationStatistics
 from llm_gemma_coreml.errors import RequestError
-from llm_gemma_coreml.options import GemmaOptions
+from llm_gemma_coreml.options import GemmaOptions, PublishedOptions
 
 if TYPE_CHECKING:
     import llm
@@ -92,7 +92,7 @@ def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
     """
     options = prompt.options
     assert isinstance(options, GemmaOptions)
-    opened = loaded.load(bundle)
+    opened = loaded.load(bundle, _engine_options(options))
     schema = translate.wanted_schema(prompt, conversation)
     rendered = opened.chat.prompt(
         translate.neutral_messages(prompt),
@@ -102,3 +102,13 @@ def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
     )
     prepared = generation.prepare(opened, rendered, options)
     return Turn(opened.engine, prepared.request, opened.chat.manifest.name, prepared.parser, schema)
+
+
+def _engine_options(options: GemmaOptions) -> loaded.EngineOptions:
+    """How to open the bundle: only the published layout leaves a choice."""
+    if not isinstance(options, PublishedOptions) or (options.ring, options.drafting) == (None, None):
+        return loaded.EngineOptions()
+    from llm_gemma_coreml.engine.published_mode import PublishedMode
+
+    mode = PublishedMode(options.ring or "exact", options.drafting or "transformers")
+    return loaded.EngineOptions(published=None if mode == PublishedMode() else mode)

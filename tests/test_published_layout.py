@@ -1,4 +1,4 @@
-"""The published layout on the portable runtime, against transformers: within the window, past the ring's end, in both ring modes."""
+"""The published layout on the portable runtime, against transformers: within the window, past the ring, in both ring modes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from llm_gemma_coreml.convert.published_bundle import Origin, describe_published
 from llm_gemma_coreml.engine.cost_model import CallCosts
 from llm_gemma_coreml.engine.decoding import Decoding
 from llm_gemma_coreml.engine.engine import Engine, open_runner
-from llm_gemma_coreml.engine.published_runner import PublishedMode, PublishedRunner, RingMode
+from llm_gemma_coreml.engine.published_mode import PublishedMode, RingMode
+from llm_gemma_coreml.engine.published_runner import PublishedRunner
 from llm_gemma_coreml.engine.published_slots import AsPublishedSlots, ExactSlots
 from llm_gemma_coreml.engine.request import GenerationRequest, GenerationStatistics, SamplingParameters
 from llm_gemma_coreml.engine.session import Session

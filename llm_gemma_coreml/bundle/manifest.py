@@ -212,6 +212,10 @@ def load_manifest(bundle_path: Path) -> Manifest:
             raise BundleError(f"{path} is too large. {REMEDY}")
         text = path.read_bytes()
     except OSError as error:
+        if (bundle_path / "manifest.json").is_file():
+            raise BundleError(
+                f"{bundle_path} is in the published layout and not installed yet: llm gemma-coreml install {bundle_path}"
+            ) from error
         raise BundleError(f"{path} cannot be read ({error}). {REMEDY}") from error
     manifest = Manifest.from_json(text, path)
     for entry in manifest.files:

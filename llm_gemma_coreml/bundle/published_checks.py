@@ -60,9 +60,7 @@ def _check_function(package: Package, name: str, inputs: Mapping[str, Shape], ou
             )
     outputs = package.functions[name].outputs
     if output not in outputs:
-        raise PackageError(
-            f"{package.path}: function {name!r} has the outputs {', '.join(outputs)}, but no {output!r}. {REMEDY}"
-        )
+        raise PackageError(f"{package.path}: function {name!r} has the outputs {', '.join(outputs)}, but no {output!r}. {REMEDY}")
 
 
 def _fits(found: TensorType, expected: Shape) -> bool:
@@ -99,9 +97,7 @@ def _state_entry(config: PublishedConfig, package: Package, path: str, state: st
     layer = int(state[2:])
     kind = config.layer_types[layer]
     sliding = kind == "sliding"
-    rows, dim = (
-        (config.ring_length, config.head_dim_sliding) if sliding else (config.full_length, config.head_dim_full)
-    )
+    rows, dim = (config.ring_length, config.head_dim_sliding) if sliding else (config.full_length, config.head_dim_full)
     heads = config.kv_heads_sliding if sliding else config.kv_heads_full
     shape = found.shape
     fits = len(shape) == 3 and shape[1:] == (rows, dim) and 1 <= shape[0] <= config.query_heads

@@ -45,6 +45,8 @@ class InstalledBundle:
     problem: str | None = None
     is_random: bool = False
     """The weights are random numbers: for tests of scale, none to talk to."""
+    is_published: bool = False
+    """In the published layout."""
 
 
 def bundles_folder() -> Path:
@@ -99,6 +101,7 @@ def _summary(path: Path) -> InstalledBundle:
             tuple(int(rung) for rung in facts["rungs"]),
             sum(int(entry["size"]) for entry in facts["files"]),
             is_random=str(facts.get("source", "")).startswith(RANDOM_WEIGHTS),
+            is_published=facts.get("layout") == "published",
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         return InstalledBundle(path.name, path, problem=f"{path / _MANIFEST_FILE} cannot be read: {error!r}")

@@ -18,6 +18,7 @@ from llm_gemma_coreml.chat.template import ChatTemplate, Placeholders
 from llm_gemma_coreml.chat.tokenizer import Tokenizer
 from llm_gemma_coreml.chat.turns import require_messages
 from llm_gemma_coreml.engine.request import TokenConstraint
+from llm_gemma_coreml.engine.token_head import require_logits
 from llm_gemma_coreml.errors import BundleError
 
 __all__ = ["Chat", "Prompt", "ReplyParser"]
@@ -52,11 +53,20 @@ class Chat:
         self.tokenizer = Tokenizer(folder / self.manifest.tokenizer)
         for name in _NEEDED[kind]:
             self.tokenizer.control_id(name)
-        self._template = ChatTemplate.read(folder / self.manifest.chat_template, self.tokenizer)
+        self._template = ChatTemplate.read(self._template_path(), self.tokenizer)
         names = _STOP_NAMES[kind]
         found = {token for name in names if (token := self.tokenizer.find_control(name)) is not None}
         self.stop_ids = frozenset(self.manifest.stop_ids) | found
         self._compiler = GrammarCompiler(self.tokenizer, self.manifest.vocabulary_size, self.stop_ids)
+
+    def _template_path(self) -> Path:
+        """The checkpoint's template; for base models, which have none, ours of this release.
+
+        A transcript belongs to the code that fills and parses it: the copy in an older bundle may not fit it any more.
+        """
+        if self.kind == "transcript":
+            return Path(__file__).parent / "templates" / "transcript.jinja"
+        return self.folder / self.manifest.chat_template
 
     def prompt(
         self,
@@ -149,6 +159,12 @@ class Chat:
         in_reasoning: bool,
     ) -> TokenConstraint | None:
         if schema is None and not tools:
+            return None
+        if self.manifest.head_output != "logits":
+            if schema is not None:
+                require_logits(self.manifest, "keeping to a JSON schema", "no schema")
+            if must_call:
+                require_logits(self.manifest, "forcing a tool call", "tools that the model may choose to call")
             return None
         calls = MAX_PARALLEL_CALLS if parallel_calls else 1
         if schema is None and not must_call and not has_llguidance():

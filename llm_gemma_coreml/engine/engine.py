@@ -26,7 +26,7 @@ from llm_gemma_coreml.errors import ContextOverflowError, GemmaCoreMLError, Miss
 from llm_gemma_coreml.runtime.base import Runtime, RuntimeOptions
 
 if TYPE_CHECKING:
-    from llm_gemma_coreml.engine.published_runner import PublishedMode
+    from llm_gemma_coreml.engine.published_mode import PublishedMode
 
 Work = Callable[[], None]
 CACHE_FOLDER = ".cache"

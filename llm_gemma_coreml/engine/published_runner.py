@@ -4,44 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llm_gemma_coreml.bundle.manifest import Manifest
 from llm_gemma_coreml.bundle.published import read_published
+from llm_gemma_coreml.engine.published_mode import PublishedMode
 from llm_gemma_coreml.engine.published_slots import AsPublishedSlots, ExactSlots, PublishedSlots
 from llm_gemma_coreml.engine.rotary import RotaryTable
 from llm_gemma_coreml.engine.runner import Float32, Runner, States
 from llm_gemma_coreml.engine.slots import Geometry, SlotTable
-from llm_gemma_coreml.errors import PackageError, RequestError
+from llm_gemma_coreml.errors import PackageError
 from llm_gemma_coreml.runtime.base import Array, Runtime, RuntimeOptions
-
-RingMode = Literal["exact", "as-published"]
-DraftingForm = Literal["transformers", "as-published"]
-
-
-@dataclass(frozen=True)
-class PublishedMode:
-    """How a bundle in the published layout is run. Raises RequestError for unknown names."""
-
-    ring: RingMode = "exact"
-    """exact: every token sees its whole window, which past the ring's end means one row a call. as-published: as the
-    bundle's author runs it, with blocks that lose the oldest tokens, and with rejected drafts that stay visible."""
-    drafting: DraftingForm = "transformers"
-    """How its drafter is driven: as transformers does (and as it was trained), or as the bundle's author does."""
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("ring", self.ring, get_args(RingMode)),
-            ("drafting", self.drafting, get_args(DraftingForm)),
-        ):
-            if value not in known:
-                raise RequestError(f"{name} is {value!r}, but must be {' or '.join(known)}.")
-
 
 _SLOTS: dict[str, type[PublishedSlots]] = {"exact": ExactSlots, "as-published": AsPublishedSlots}
 
