@@ -15,12 +15,15 @@ from llm_gemma_coreml.engine.gate_results import GateReport, GateResult
 from llm_gemma_coreml.engine.gate_sampler import sampler_follows_distribution
 from llm_gemma_coreml.engine.runner import Runner
 from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError
+from llm_gemma_coreml.runtime.base import Runtime
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, gates done, gates in all)."""
 
 BITWISE_RUNTIMES = frozenset({"portable"})
 """Runtimes that promise equal bits, however the tokens are cut into calls."""
+BITWISE_LAYOUTS = frozenset({"ladder"})
+"""Layouts whose packages can keep that promise."""
 MARGIN_BOUND = 0.1
 """For other runtimes: tokens may differ where the runtime's own top-2 margin (logits) is below this."""
 
@@ -33,13 +36,17 @@ MODEL_GATES: tuple[Callable[[Subject], GateResult], ...] = (
     gate_checks.sampled_equals_plain,
     sampler_follows_distribution,
 )
+LOGIT_GATES = (gate_checks.sampled_equals_plain, sampler_follows_distribution)
+"""Gates that need a head which gives logits."""
 
 
-def run_gates(bundle_path: Path, full: bool = False, progress: Progress | None = None) -> GateReport:
+def run_gates(
+    bundle_path: Path, full: bool = False, progress: Progress | None = None, runtime: Runtime | str | None = None
+) -> GateReport:
     """Run all gates on an installed bundle: the short set, or with `full` longer texts and every promotion.
 
-    Files that do not match are a failed gate, and then the model is not run. Raises BundleError if the bundle
-    cannot be read at all, and what the runtime raises.
+    runtime: as for `Engine.open`. Files that do not match are a failed gate, and then the model is not run. Raises
+    BundleError if the bundle cannot be read at all, and what the runtime raises.
     """
     manifest = load_manifest(bundle_path)
     report = progress or _no_progress
@@ -48,7 +55,7 @@ def run_gates(bundle_path: Path, full: bool = False, progress: Progress | None =
     report("Files", 1, 1)
     if not files.passed:
         return GateReport((files,), full, "none")
-    runner = open_runner(bundle_path)
+    runner = open_runner(bundle_path, runtime=runtime)
     try:
         results = run_model_gates(runner, full, report)
         return GateReport((files, *results), full, runner.runtime_name)
@@ -62,9 +69,12 @@ def run_model_gates(
     progress: Progress | None = None,
     gates: Sequence[Callable[[Subject], GateResult]] = MODEL_GATES,
 ) -> list[GateResult]:
-    """Run the gates that need the model on an open one."""
+    """Run the gates that need the model on an open one; those that need logits only if it gives them."""
     report = progress or _no_progress
-    bound = 0.0 if runner.runtime_name in BITWISE_RUNTIMES else MARGIN_BOUND
+    manifest = runner.manifest
+    bitwise = runner.runtime_name in BITWISE_RUNTIMES and manifest.layout in BITWISE_LAYOUTS
+    bound = 0.0 if bitwise else MARGIN_BOUND
+    gates = [gate for gate in gates if manifest.head_output == "logits" or gate not in LOGIT_GATES]
     subject = Subject(runner, bound, full)
     results: list[GateResult] = []
     report("Gates", 0, len(gates))

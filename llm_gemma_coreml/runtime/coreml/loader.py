@@ -17,12 +17,12 @@ from llm_gemma_coreml.runtime.coreml import native
 from llm_gemma_coreml.runtime.coreml.availability import unavailable_reason
 from llm_gemma_coreml.runtime.coreml.compiled_store import CompiledStore
 from llm_gemma_coreml.runtime.coreml.compute_units import check_compute_units, choose_compute_units, coremltools_name
+from llm_gemma_coreml.runtime.coreml.input_arrays import borrow_array, give_back
 from llm_gemma_coreml.runtime.coreml.states import CoreMLState
 from llm_gemma_coreml.runtime.inputs import checked_inputs
 from llm_gemma_coreml.runtime.notices import notify
 
 _DTYPES = {"float16": np.float32, "float32": np.float32}
-_SPARE_REFERENCES = 64
 
 
 class CoreMLRuntime:
@@ -83,6 +83,8 @@ class CoreMLPackage:
     def close(self) -> None:
         """Let go of the loaded functions."""
         with self._lock:
+            for function in self._functions.values():
+                function.close()
             self._functions.clear()
             self._store.close()
 
@@ -108,7 +110,7 @@ class CoreMLPackage:
 
 
 class CoreMLFunction:
-    """One loaded function. Its inputs lie in arrays that live as long as it does."""
+    """One loaded function."""
 
     def __init__(
         self, name: str, model: Any, inputs: Mapping[str, TensorType], stateful: bool, package: str, lock: threading.RLock
@@ -120,11 +122,12 @@ class CoreMLFunction:
         self._stateful = stateful
         self._package = package
         self._lock = lock
-        # Core ML may let go of an input array long after predict has returned, from a thread without the GIL
-        # (coremltools #2827). An array that it freed there would crash Python, and a count that it changes there may come
-        # out wrong by one; so the same arrays are passed every time, and are referred to more often than that can matter.
-        self._inputs = {key: np.zeros(shape, _DTYPES.get(kind, np.int32)) for key, (kind, shape) in self._declared.items()}
-        self._references = [list(self._inputs.values()) for _ in range(_SPARE_REFERENCES)]
+        self._inputs = {key: borrow_array(shape, _DTYPES.get(kind, np.int32)) for key, (kind, shape) in self._declared.items()}
+
+    def close(self) -> None:
+        """Give back what the function borrowed; it must not be used any more."""
+        give_back(self._inputs.values())
+        self._inputs = {}
 
     def run(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once; see runtime.base.Function.run. Calls of one package take turns, whichever thread they come from."""
