@@ -314,7 +314,7 @@ def _gemma4(
 def _full_attention(settings: _Settings, layer_types: tuple[str, ...]) -> tuple[int, int]:
     """Head dimension and K/V heads of full layers: overrides per layer, or the older global settings."""
     overrides = settings.mapping("per_layer_config")
-    if not overrides:
+    if settings.raw("per_layer_config") is None:
         kv_heads = settings.raw("num_global_key_value_heads") if settings.raw("attention_k_eq_v") else None
         return (
             settings.integer("global_head_dim"),
