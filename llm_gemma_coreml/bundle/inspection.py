@@ -35,6 +35,11 @@ def check_packages(manifest: Manifest, bundle_path: Path) -> None:
     width; the weights are stored once, shared by all functions, and the size of the weight files shows it.
     Reads every function, which takes seconds for a large bundle. Raises PackageError.
     """
+    if manifest.layout == "published":
+        from llm_gemma_coreml.bundle.published_checks import check_published_bundle
+
+        check_published_bundle(manifest, bundle_path)
+        return
     for entry in manifest.layer_packages:
         package = open_package(bundle_path / entry.path)
         names = [layers_function_name(rung, width) for rung in manifest.rungs for width in manifest.widths]

@@ -6,16 +6,23 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from llm_gemma_coreml.bundle.manifest import StateEntry, resolve_inside
+from llm_gemma_coreml.bundle.manifest import Manifest, StateEntry, resolve_inside
 from llm_gemma_coreml.bundle.package import Package, open_package
 from llm_gemma_coreml.bundle.program import TensorType
-from llm_gemma_coreml.bundle.published import REMEDY, PublishedConfig
+from llm_gemma_coreml.bundle.published import REMEDY, PublishedConfig, read_published
 from llm_gemma_coreml.errors import PackageError
 
 _STATE_NAME = re.compile(r"([kv])_(\d{1,5})")
 _FLOATS = ("float16", "float32")
 Shape = tuple[int | None, ...]
 """None: any size that a call may have rows."""
+
+
+def check_published_bundle(manifest: Manifest, folder: Path) -> None:
+    """Check an installed bundle: its own two files, `bundle.json` and the packages agree. Raises BundleError, PackageError."""
+    states = check_published_packages(read_published(folder).config, folder)
+    if states != manifest.states:
+        raise PackageError(f"The packages in {folder} declare other states than bundle.json. Install the bundle again.")
 
 
 def check_published_packages(config: PublishedConfig, folder: Path) -> tuple[StateEntry, ...]:
