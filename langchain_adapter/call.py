@@ -57,9 +57,16 @@ class Call:
 
 
 def read_call(
-    fields: Mapping[str, Any], messages: Sequence[BaseMessage], stop: Sequence[str] | None, arguments: Mapping[str, Any]
+    fields: Mapping[str, Any],
+    messages: Sequence[BaseMessage],
+    stop: Sequence[str] | None,
+    arguments: Mapping[str, Any],
+    counting: bool = False,
 ) -> Call:
-    """The call that these arguments make of a model with these fields. Raises InvalidRequestError, MissingExtraError."""
+    """The call that these arguments make of a model with these fields. Raises InvalidRequestError, MissingExtraError.
+
+    counting: take pieces of conversations that could not be answered too, as code that trims a history asks for them.
+    """
     refuse_unknown(arguments, (*GenerationSettings.model_fields, *CALL_ARGUMENTS, *_IGNORED))
     given = {**fields, **{key: value for key, value in arguments.items() if value is not None}}
     if stop is not None:
@@ -70,7 +77,7 @@ def read_call(
         with as_langchain_errors():
             require_llguidance()
     return Call(
-        messages=tuple(neutral_messages(messages)),
+        messages=tuple(neutral_messages(messages, counting)),
         model=str(given["model"]),
         settings=checked_settings({key: given.get(key) for key in GenerationSettings.model_fields}),
         thinking=bool(given.get("thinking")),

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from langchain_adapter import answering, bundles
 from langchain_adapter.call import Call, read_call, refuse_unknown
 from langchain_adapter.exceptions import as_langchain_errors
+from langchain_adapter.pinning import Document, PinnedPrefix, as_messages, common_ids, pin
 from langchain_adapter.replies import PROVIDER
 from langchain_adapter.structured_output import structured_runnable
 from langchain_adapter.tools import converted_tools, neutral_choice
@@ -171,10 +172,14 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
         return answering.prepare(self._opened(call.model), call, blocks=self.output_version == "v1")
 
     def _call(
-        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None = None, arguments: dict[str, Any] | None = None
+        self,
+        messages: Sequence[BaseMessage],
+        stop: Sequence[str] | None,
+        arguments: dict[str, Any],
+        counting: bool = False,
     ) -> Call:
         fields = {name: getattr(self, name) for name in (*GenerationSettings.model_fields, "model", "thinking", "timeout")}
-        return read_call(fields, messages, stop, arguments or {})
+        return read_call(fields, messages, stop, arguments, counting)
 
     def _opened(self, model: str | None = None) -> loaded.LoadedBundle:
         """The open bundle; opened now if need be, which takes a second or more."""
@@ -240,6 +245,27 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None, **kwargs: Any) -> int:
         """How many tokens the prompt has with which these messages (and tools) would be answered: exactly those that
         the engine would read, the template's own included. kwargs: as for a call (response_format, thinking ...)."""
+        if not messages:
+            return 0
         with as_langchain_errors():
-            call = self._call(messages, None, {**kwargs, "tools": tools})
-            return len(call.prompt_ids(self._opened(call.model)))
+            arguments = {**kwargs, "tools": tools}
+            return len(self._call(messages, None, arguments, counting=True).prompt_ids(self._opened(kwargs.get("model"))))
+
+    # Long documents
+
+    def pin(self, document: Document, tools: Sequence[Any] | None = None, **kwargs: Any) -> PinnedPrefix:
+        """Compute what prompts begin with once, and keep it until `unpin`, however many other prompts come between.
+
+        document: a text (then the prompts' SystemMessage is this text) or the messages with which the prompts begin.
+        tools, kwargs: as the calls will give them, since tools are part of the prompt. Blocks until it is computed.
+        Raises ContextOverflowError, and InvalidRequestError if it exceeds session_memory.
+        """
+        with as_langchain_errors():
+            opened = self._opened(kwargs.get("model"))
+            arguments = {**kwargs, "tools": tools}
+            ids = common_ids(as_messages(document), lambda messages: self._call(messages, None, arguments).prompt_ids(opened))
+            return pin(opened.engine, ids)
+
+    async def apin(self, document: Document, tools: Sequence[Any] | None = None, **kwargs: Any) -> PinnedPrefix:
+        """`pin` without blocking the event loop."""
+        return await asyncio.to_thread(self.pin, document, tools, **kwargs)

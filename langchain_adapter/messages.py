@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from langchain_core.messages import (
@@ -29,15 +30,30 @@ _CHAT_ROLES = {
 }
 
 
-def neutral_messages(messages: Sequence[BaseMessage]) -> list[Message]:
+def neutral_messages(messages: Sequence[BaseMessage], pieces: bool = False) -> list[Message]:
     """The conversation in our form: any order of roles, tool results beside the calls that they answer.
+
+    pieces: take results without a call, and instructions without anything to answer, as they are.
 
     Raises InvalidRequestError for an empty list, for blocks and messages that the model cannot read, and for tool
     results that answer no call.
     """
     if not messages:
         raise InvalidRequestError("The list of messages is empty. Give at least one HumanMessage.")
-    return _results_after_calls([part for message in messages for part in _translate(message)])
+    translated = [part for message in messages for part in _translate(message)]
+    return _complete(translated) if pieces else _results_after_calls(translated)
+
+
+def _complete(messages: Sequence[Message]) -> list[Message]:
+    """A piece of a conversation with what is missing to render it: results of its last calls, something to answer."""
+    with suppress(InvalidRequestError):
+        messages = _results_after_calls(messages)
+    ends = next((index for index in range(len(messages), 0, -1) if messages[index - 1].role != "tool"), 0)
+    answered = {message.tool_call_id for message in messages[ends:]}
+    calls = messages[ends - 1].tool_calls if ends else ()
+    missing = [Message("tool", tool_call_id=call.id, name=call.name) for call in calls if call.id not in answered]
+    asked = [] if any(message.role != "system" for message in messages) else [Message("user")]
+    return [*messages, *missing, *asked]
 
 
 def _translate(message: BaseMessage) -> Iterator[Message]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage
+from langchain_scripted import bundles, langchain_bundles  # noqa: F401
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from scripted_llm import replies_by_text
 from support import scripted
 
 from langchain_adapter import ChatGemmaCoreML
-from langchain_scripted import bundles, langchain_bundles  # noqa: F401
 from llm_gemma_coreml.chat.tokenizer import Tokenizer
 
 QUOTE = '<|"|>'
@@ -24,6 +24,10 @@ JOKE = '{"setup": "Why did the cat sit on the computer?", "punchline": "To keep 
 
 def tool_call(name: str, arguments: str = "") -> str:
     return f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>"
+
+
+def customer(name: str) -> str:
+    return tool_call("unicode_customer", f"customer_name:{QUOTE}{name}{QUOTE},description:{QUOTE}{name}{QUOTE}")
 
 
 REPLIES = (
@@ -48,8 +52,8 @@ REPLIES = (
     ("a great pick!", "Purple goes with everything."),
     ("weather in San Francisco", tool_call("get_weather", f"location:{QUOTE}San Francisco, CA{QUOTE}")),
     ("It's sunny.", "It is sunny in San Francisco."),
-    ("a Chinese technology", tool_call("unicode_customer", f"customer_name:{QUOTE}你好啊集团{QUOTE},description:{QUOTE}技术{QUOTE}")),
-    ("a Japanese company", tool_call("unicode_customer", f"customer_name:{QUOTE}こんにちは株式会社{QUOTE},description:{QUOTE}会社{QUOTE}")),
+    ("a Chinese technology", customer("你好啊集团")),
+    ("a Japanese company", customer("こんにちは株式会社")),
 )
 
 
@@ -73,13 +77,12 @@ def replies(tokenizer: Tokenizer) -> Callable[[tuple[int, ...]], str]:
 
 
 @pytest.fixture
-def scripted_models(bundles: Path) -> Iterator[None]:  # noqa: F811
+def scripted_models(bundles: Path) -> None:  # noqa: F811
     """Both bundles answer from the same script."""
     tokenizer = Tokenizer(bundles / "gemma4" / "tokenizer.model")
     for name in ("gemma4", "gemma4-other"):
         script = scripted.script_of(bundles / name)
         script.replies, script.delay = replies(tokenizer), 0.0
-    yield
 
 
 @pytest.mark.usefixtures("scripted_models")
