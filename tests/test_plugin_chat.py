@@ -9,6 +9,8 @@ import llm
 import pytest
 from plugin_environment import register_plugin, run_llm
 from scripted_llm import BASE, GEMMA4, SetScript, empty_log, llm_folder, script, scripted_bundles
+from support import scripted
+from support.gemma4_tokenizer import gemma3_model
 
 __all__ = ["empty_log", "llm_folder", "script", "scripted_bundles"]
 
@@ -240,3 +242,16 @@ def test_the_same_engine_serves_other_caps(script: SetScript) -> None:
     for context in (None, 256, 512):
         assert llm.get_model(BASE).prompt("Say", context=context).text() == "it"
     assert len([bundle for bundle in loaded._loaded.values() if bundle.chat.manifest.name == "base"]) == 1
+
+
+def test_an_older_bundle_of_a_base_model_has_todays_transcript(script: SetScript, llm_folder: Path) -> None:
+    """Bundles carry a copy of the transcript template; the code that fills it has changed since."""
+    scripted.write_scripted_bundle(
+        llm_folder / "gemma-coreml" / "older",
+        [" Still here."] * 2,  # the model warms up with the first
+        tokenizer=gemma3_model(),
+        name="older",
+        template="{{ lines_of_long_ago.first }}",
+        end=1,
+    )
+    assert ask("Hello", model="coreml/older") == "Still here.\n"

@@ -54,6 +54,7 @@ def chat(kind: str, template: str | None = None) -> Chat:
         chat_template="template.jinja",
         stop_ids=(1,),
         vocabulary_size=262144,
+        head_output="logits",
     )
     return Chat(folder, cast(Manifest, manifest))
 
