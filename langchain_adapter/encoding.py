@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from langchain_adapter.encoding_ranks import RankTable, rank_table
-from llm_gemma_coreml.chat.tokenizer import WORD_BOUNDARY
+from llm_gemma_coreml.chat.tokenizer import WORD_BOUNDARY, Tokenizer
 from llm_gemma_coreml.errors import BundleError, MissingDependencyError, RequestError
 
 try:
@@ -24,6 +24,10 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+_MERGED_FASTER = 2
+"""With more bytes per character than this, SentencePiece itself is the faster of the two: it merges characters."""
 
 
 def gemma_encoding(bundle: str | Path = "gemma3-local", name: str | None = None) -> GemmaEncoding:
@@ -39,10 +43,14 @@ def gemma_encoding(bundle: str | Path = "gemma3-local", name: str | None = None)
     manifest = load_manifest(folder)
     path = folder / manifest.tokenizer
     name = name or manifest.family
+    if name not in tiktoken.registry.ENCODINGS and name in tiktoken.list_encoding_names():
+        raise RequestError(f"tiktoken has an encoding {name!r} of its own: pass another name.")
+    return _registered(name, path)
+
+
+def _registered(name: str, path: Path) -> GemmaEncoding:
     known = tiktoken.registry.ENCODINGS.get(name)
     if known is None:
-        if name in tiktoken.list_encoding_names():
-            raise RequestError(f"tiktoken has an encoding {name!r} of its own: pass another name.")
         known = tiktoken.registry.ENCODINGS.setdefault(name, GemmaEncoding(name, path))
     if not isinstance(known, GemmaEncoding) or not known.is_of(path):
         raise RequestError(f"The encoding {name!r} is registered for another tokenizer than {path}: pass another name.")
@@ -58,16 +66,15 @@ def bundle_folder(bundle: str | Path) -> Path:
     return installed_bundle(bundle).path
 
 
-class GemmaEncoding(tiktoken.Encoding):  # type: ignore[misc]  # tiktoken's types are not looked at
+class GemmaEncoding(tiktoken.Encoding):
     """tiktoken's `Encoding` for one SentencePiece file. Ids are those of the file; safe to use from several threads."""
 
     def __init__(self, name: str, path: str | Path) -> None:
         """Reads the file at `path`. Raises BundleError if it cannot be encoded exactly."""
         self._path = Path(path)
-        self._table: RankTable = rank_table(self._path)
-        super().__init__(
-            name, pat_str=self._table.pattern, mergeable_ranks=self._table.ranks, special_tokens={}
-        )
+        self._tokenizer = Tokenizer(self._path)
+        self._table: RankTable = rank_table(self._tokenizer)
+        super().__init__(name, pat_str=self._table.pattern, mergeable_ranks=self._table.ranks, special_tokens={})
         self.max_token_value = len(self._table.bytes_of) - 1
 
     def is_of(self, path: Path) -> bool:
@@ -158,17 +165,23 @@ class GemmaEncoding(tiktoken.Encoding):  # type: ignore[misc]  # tiktoken's type
         import numpy as np
 
         if not text.isascii():
-            # As the bundle's tokenizer does: half characters become "?", and its sign for a space is a space.
-            text = text.encode("utf-8", "replace").decode("utf-8").replace(WORD_BOUNDARY, " ")
+            encoded = text.encode("utf-8", "replace")  # half characters become "?", as in the bundle's tokenizer
+            if len(encoded) > _MERGED_FASTER * len(text):
+                return np.array(self._tokenizer.encode_text(text), np.uint32)
+            text = encoded.decode("utf-8")
+        return self._merged(text)
+
+    def _merged(self, text: str) -> NDArray[np.uint32]:
+        """The ids as tiktoken finds them."""
+        import numpy as np
+
+        text = text.replace(WORD_BOUNDARY, " ")  # they are one piece
         ranks = np.frombuffer(self._core_bpe.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
         return self._table.ids(ranks)
 
 
 def _restore(name: str, path: Path) -> GemmaEncoding:
     """The encoding in another process: the registered one if it is the same."""
-    known = tiktoken.registry.ENCODINGS.get(name)
-    if isinstance(known, GemmaEncoding) and known.is_of(path):
-        return known
     if not path.is_file():
         raise BundleError(f"The tokenizer {path} of the encoding {name!r} is gone: install the bundle again.")
-    return tiktoken.registry.ENCODINGS.setdefault(name, GemmaEncoding(name, path))  # type: ignore[no-any-return]
+    return _registered(name, path)

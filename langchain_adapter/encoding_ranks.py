@@ -56,19 +56,17 @@ class RankTable:
         return first, sum(len(ids) > 1 for ids in self.rank_ids)
 
 
-def rank_table(path: Path) -> RankTable:
-    """The ranks for the SentencePiece file at `path`. Raises BundleError if tiktoken could not encode as it does."""
-    tokenizer = Tokenizer(path)  # checks the file
-    vocabulary = _read_vocabulary(path)
-    _require_exactness(path, vocabulary)
+def rank_table(tokenizer: Tokenizer) -> RankTable:
+    """The ranks that encode as `tokenizer` does. Raises BundleError if tiktoken could not."""
+    vocabulary = _read_vocabulary(tokenizer.path)
+    _require_exactness(tokenizer.path, vocabulary)
     mergeable = vocabulary.mergeable()
     tokens = _tokens_in_merge_order(vocabulary, mergeable)
-    controls = {token for token in range(len(vocabulary.texts)) if tokenizer.is_control(token)}
-    byte_of = {token: bytes([byte]) for byte, token in vocabulary.byte_ids.items()}
-    bytes_of = [
-        b"" if token in controls else byte_of.get(token) or text.encode()
-        for token, text in enumerate(vocabulary.texts)
-    ]
+    bytes_of = [b""] * len(vocabulary.texts)
+    for token in (*vocabulary.normal, *vocabulary.whole):
+        bytes_of[token] = vocabulary.texts[token].encode()
+    for byte, token in vocabulary.byte_ids.items():
+        bytes_of[token] = bytes([byte])
     return RankTable(
         {text: rank for rank, text in enumerate(tokens)},
         cutting_pattern(
@@ -112,24 +110,19 @@ def cutting_pattern(whole: list[str], spanning: list[str]) -> str:
             runs.setdefault(text[0], []).append(len(text))
         else:
             markup.setdefault(text[0], []).append(text[1:])
-    outside = "".join(_literal(character) for character in sorted({" ", *runs, *markup}))
+    outside = "".join(re.escape(character) for character in sorted({" ", *runs, *markup}))
     inside = [f"[^{outside}]++"]
-    matched_whole = [f"{_literal(character)}{{{min(lengths)},{max(lengths)}}}" for character, lengths in runs.items()]
+    matched_whole = [f"{re.escape(character)}{{{min(lengths)},{max(lengths)}}}" for character, lengths in runs.items()]
     for start, rests in markup.items():
-        ends = "|".join(map(_literal, rests))
-        inside.append(f"{_literal(start)}(?!{ends})")
-        matched_whole.append(f"{_literal(start)}(?:{ends})")
+        ends = "|".join(map(re.escape, rests))
+        inside.append(f"{re.escape(start)}(?!{ends})")
+        matched_whole.append(f"{re.escape(start)}(?:{ends})")
     for text in spanning:
         for place in (found.start() for found in re.finditer(" ", text[1:])):
             before, after = text[: place + 1], text[place + 2 :]
-            inside.append(f"(?<={_literal(before)}) (?={_literal(after)})")
+            inside.append(f"(?<={re.escape(before)}) (?={re.escape(after)})")
     # What is matched whole begins with no character that `inside` takes, so the commonest form may come first.
     return "|".join([f" ?(?:{'|'.join(inside)})++", *matched_whole, " "])
-
-
-def _literal(text: str) -> str:
-    """A regular expression for the text itself."""
-    return "".join(f"\\x{{{ord(c):x}}}" if not c.isalnum() and c not in " <>/" else c for c in text)
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,8 @@ class _Vocabulary:
 def _read_vocabulary(path: Path) -> _Vocabulary:
     from sentencepiece import sentencepiece_model_pb2
 
-    proto: Any = sentencepiece_model_pb2.ModelProto()
+    schema: Any = sentencepiece_model_pb2  # its classes are made at run time and have no types
+    proto = schema.ModelProto()
     model = path.read_bytes()
     proto.ParseFromString(model)
     pieces = [(piece.piece, piece.type, piece.score) for piece in proto.pieces]
