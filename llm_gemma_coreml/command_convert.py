@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--drafter",
     type=click.Path(path_type=Path),
-    help="The model's assistant, to be built in: a safetensors directory, or the name of a downloaded one",
+    help="The model's assistant, to be built in: a safetensors directory, or the name of a downloaded one; random with --random",
 )
 @click.option("--name", help="Name of the bundle; default: from the source")
 @click.option("--bits", type=click.Choice(["4", "8"]), help="Bits per weight; default: by the model's size")
@@ -73,10 +73,21 @@ def convert(
             widths=widths,
             report=report,
             progress=progress,
-            drafter=None if drafter is None else _source_of(drafter, None)[0],
+            drafter=_drafter_of(drafter, random, seed or 0),
         )
     click.echo(f"Wrote {path}", err=True)
     click.echo(catalog.MODEL_PREFIX + path.name)
+
+
+def _drafter_of(drafter: Path | None, random: str | None, seed: int) -> Source | Path | None:
+    """The assistant to build in: one of random weights for a model of random weights."""
+    if drafter is None or random is None:
+        return None if drafter is None else _source_of(drafter, None)[0]
+    if str(drafter) != "random":
+        raise click.UsageError("With --random a drafter's weights are random too: --drafter random.")
+    from llm_gemma_coreml.convert.random_source import RandomSource
+
+    return RandomSource.of_assistant(random, seed)
 
 
 def _source_of(source: Path, name: str | None) -> tuple[Path, str | None]:

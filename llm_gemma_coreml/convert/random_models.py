@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from llm_gemma_coreml.convert.checkpoint_config import read_config
+from llm_gemma_coreml.convert.checkpoint_config import read_assistant_config, read_config
 from llm_gemma_coreml.convert.source import ModelConfig
 from llm_gemma_coreml.errors import SourceError
 
@@ -63,6 +63,14 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-4-12b": _gemma4("gemma4_unified_text", 48, 3840, 15360, (16, 8, 1)),
     "gemma-4-31b": _gemma4("gemma4_text", 60, 5376, 21504, (32, 16, 4)),
 }
+_ASSISTANTS: dict[str, dict[str, Any]] = {
+    "gemma-4-12b": {
+        "model_type": "gemma4_unified_assistant",
+        "backbone_hidden_size": 3840,
+        "text_config": _gemma4("gemma4_unified_text", 4, 1024, 8192, (16, 8, 1))
+        | {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "final_logit_softcapping": None},
+    }
+}
 RANDOM_MODELS = tuple(_CONFIGS)
 
 
@@ -72,3 +80,11 @@ def random_config(name: str) -> ModelConfig:
     if document is None:
         raise SourceError(f"There is no shape of a model {name!r} to fill with random weights: {', '.join(RANDOM_MODELS)}.")
     return read_config(Path(name), document, name, "BF16")
+
+
+def random_assistant_config(name: str) -> ModelConfig:
+    """The configuration of the assistant of the model of that name. Raises SourceError if the shape of none is known."""
+    document = _ASSISTANTS.get(name)
+    if document is None:
+        raise SourceError(f"The shape of an assistant of {name!r} is not known, only of: {', '.join(_ASSISTANTS)}.")
+    return read_assistant_config(Path(name), document, f"{name}-assistant", "BF16")

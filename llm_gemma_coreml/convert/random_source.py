@@ -19,7 +19,7 @@ import numpy as np
 from llm_gemma_coreml.bundle.store import RANDOM_WEIGHTS
 from llm_gemma_coreml.convert.quantise import Quantised
 from llm_gemma_coreml.convert.quantise_search import BLOCK
-from llm_gemma_coreml.convert.random_models import random_config
+from llm_gemma_coreml.convert.random_models import random_assistant_config, random_config
 from llm_gemma_coreml.convert.source import HEAD_NORMS, Float32, ModelConfig, TokenizerFacts, check_config, expected_shapes
 
 _GROUP_ROWS = 256
@@ -56,6 +56,11 @@ class RandomSource:
     def of_model(cls, name: str, seed: int = 0, tokenizer: Path | None = None) -> RandomSource:
         """Random weights in the shape of a published model. Raises SourceError for an unknown name."""
         return cls(random_config(name), seed, tokenizer)
+
+    @classmethod
+    def of_assistant(cls, name: str, seed: int = 0) -> RandomSource:
+        """The same for a published model's assistant. Raises SourceError if the shape of none is known."""
+        return cls(random_assistant_config(name), seed)
 
     @property
     def description(self) -> str:
