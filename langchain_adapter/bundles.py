@@ -63,7 +63,7 @@ def profile(model: str, context: int | None) -> ModelProfile | None:
     manifest = load_manifest(folder)
     largest = max(manifest.rungs)
     tokens = largest if context is None else min(context, largest)
-    constrained = find_spec("llguidance") is not None
+    constrained = find_spec("llguidance") is not None and manifest.head_output == "logits"
     return ModelProfile(
         name=manifest.name,
         open_weights=True,

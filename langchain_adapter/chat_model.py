@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.model_profile import ModelProfile
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -52,6 +52,10 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
     """Threads that compute; default: as the runtime chooses."""
     exact: bool = False
     """fp32 activations: slow, for comparisons."""
+    ring: Literal["exact", "as-published"] | None = None
+    """For bundles in the published layout: exact (default), or as the bundle's author runs it."""
+    drafting: Literal["transformers", "as-published"] | None = None
+    """For bundles in the published layout: how the drafter is driven; never changes the text."""
     session_memory: int | None = Field(default=None, ge=0)
     """Bytes of K/V that may be kept between calls; default: a quarter of the memory, at most 4 GB."""
 
@@ -90,11 +94,13 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
             "thinking": self.thinking,
             "runtime": self.runtime,
             "exact": self.exact,
+            "ring": self.ring,
             "output_version": self.output_version,
         }
 
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         params: dict[str, Any] = super()._get_invocation_params(stop=stop, **kwargs)
+        params["stop"] = self.stop if stop is None else stop
         if isinstance(kwargs.get("model"), str):
             params["weights"] = bundles.weights_identity(kwargs["model"])
         return params
@@ -183,7 +189,8 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
 
     def _opened(self, model: str | None = None) -> loaded.LoadedBundle:
         """The open bundle; opened now if need be, which takes a second or more."""
-        options = loaded.EngineOptions(self.runtime, self.threads, self.exact, self.session_memory)
+        mode = loaded.published_mode(self.ring, self.drafting)
+        options = loaded.EngineOptions(self.runtime, self.threads, self.exact, self.session_memory, mode)
         opened = loaded.load(bundles.locate(self.model if model is None else model), options)
         if self.profile is None and model in (None, self.model):  # the bundle was built only now
             self.profile = self._resolve_model_profile()
@@ -249,7 +256,11 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
             return 0
         with as_langchain_errors():
             arguments = {**kwargs, "tools": tools}
-            return len(self._call(messages, None, arguments, counting=True).prompt_ids(self._opened(kwargs.get("model"))))
+            return len(
+                self._call(convert_to_messages(messages), None, arguments, counting=True).prompt_ids(
+                    self._opened(kwargs.get("model"))
+                )
+            )
 
     # Long documents
 

@@ -14,7 +14,7 @@ from llm_gemma_coreml.errors import GemmaCoreMLError
 if TYPE_CHECKING:
     from llm_gemma_coreml.chat.chat import Chat
     from llm_gemma_coreml.engine.engine import Engine
-    from llm_gemma_coreml.engine.published_mode import PublishedMode
+    from llm_gemma_coreml.engine.published_mode import DraftingForm, PublishedMode, RingMode
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,16 @@ class EngineOptions:
     exact: bool = False
     budget: int | None = None
     published: PublishedMode | None = None
+
+
+def published_mode(ring: RingMode | None, drafting: DraftingForm | None) -> PublishedMode | None:
+    """How to run a bundle in the published layout; None: the default, which suits every bundle. Raises RequestError."""
+    if (ring, drafting) == (None, None):
+        return None
+    from llm_gemma_coreml.engine.published_mode import PublishedMode
+
+    mode = PublishedMode(ring or "exact", drafting or "transformers")
+    return None if mode == PublishedMode() else mode
 
 
 _lock = threading.Lock()

@@ -106,9 +106,6 @@ def prepare(bundle: Path, prompt: llm.Prompt, conversation: Any) -> Turn:
 
 def _engine_options(options: GemmaOptions) -> loaded.EngineOptions:
     """How to open the bundle: only the published layout leaves a choice."""
-    if not isinstance(options, PublishedOptions) or (options.ring, options.drafting) == (None, None):
+    if not isinstance(options, PublishedOptions):
         return loaded.EngineOptions()
-    from llm_gemma_coreml.engine.published_mode import PublishedMode
-
-    mode = PublishedMode(options.ring or "exact", options.drafting or "transformers")
-    return loaded.EngineOptions(published=None if mode == PublishedMode() else mode)
+    return loaded.EngineOptions(published=loaded.published_mode(options.ring, options.drafting))
