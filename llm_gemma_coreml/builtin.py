@@ -26,7 +26,9 @@ def register_drafters(register: Callable[[DrafterFactory], None]) -> None:
     from llm_gemma_coreml.drafting.assistant import AssistantFactory
     from llm_gemma_coreml.drafting.corpus import CorpusLookupFactory
     from llm_gemma_coreml.drafting.prompt_lookup import PromptLookupFactory
+    from llm_gemma_coreml.drafting.published import PublishedAssistantFactory
 
     register(PromptLookupFactory())
     register(CorpusLookupFactory())
     register(AssistantFactory())
+    register(PublishedAssistantFactory())

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from llm_gemma_coreml.bundle.manifest import Manifest
 from llm_gemma_coreml.bundle.published import read_published
+from llm_gemma_coreml.engine.published_drafter import PublishedDrafter
 from llm_gemma_coreml.engine.published_mode import PublishedMode
 from llm_gemma_coreml.engine.published_slots import AsPublishedSlots, ExactSlots, PublishedSlots
 from llm_gemma_coreml.engine.rotary import RotaryTable
@@ -40,6 +41,9 @@ class PublishedRunner(Runner):
         self.config = config = read_published(bundle_path).config
         geometry = Geometry(config.window, config.ring_length, config.full_length, block=config.most_rows)
         super().__init__(bundle_path, manifest, runtime, options, geometry, context)
+        self.drafter = PublishedDrafter(bundle_path, runtime, options, manifest.rungs)
+        self.drafter_refused = False
+        """The runtime cannot run the drafter, and the user was told."""
         self._names = dict(config.functions)
         self._head_function = _only_function(self._head.function_names, manifest.head_package)
         self._rotary = {
@@ -87,6 +91,35 @@ class PublishedRunner(Runner):
     def _mask(self, visible: NDArray[np.bool_]) -> Float32:
         """The additive mask, fp32: 0 for what is visible."""
         return np.where(visible, np.float32(0), np.float32(self.config.masked_value))
+
+    def embedding_row(self, token: int) -> Float32:
+        """The scaled embedding of a token, fp32 [hidden size]."""
+        row: Float32 = self._embedding.rows([token])[0]
+        return row
+
+    def drafter_rung(self, position: int) -> int:
+        """The smallest rung with a drafter that holds `position` tokens; the largest there is if none does."""
+        rungs = self.drafter.rungs
+        return rungs[min(bisect_left(rungs, position), len(rungs) - 1)]
+
+    def drafter_inputs(self, slots: SlotTable, position: int, rung: int) -> dict[str, Array]:
+        """RoPE and masks of a drafter's round after `position` committed tokens, vectors; the same for all its calls."""
+        as_published = self.mode.drafting == "as-published"
+        rotary = self.rotary_inputs(position - 1 if as_published else position, 1)
+        if as_published:
+            seen = np.arange(self.geometry.capacity) <= position - 1
+            seen |= position - 1 >= self.geometry.capacity
+        else:
+            seen = (slots.sliding >= 0) & (slots.sliding >= position - self.geometry.window)
+        return {
+            **{name: values[0] for name, values in rotary.items()},
+            "mask_s": self._mask(seen),
+            "mask_f": self._mask(np.arange(rung) <= position - 1),
+        }
+
+    def close(self) -> None:
+        self.drafter.close()
+        super().close()
 
     def logits(self, hidden: Float32) -> NDArray[np.int32]:
         """The most likely token after each row, int32 [n]: the head gives no more."""

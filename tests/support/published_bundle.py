@@ -240,20 +240,20 @@ class _Quantised:
 def _write_head(path: Path, made: Any) -> None:
     head = _Quantised.of(made.get_input_embeddings().weight.detach().numpy(), 8)
     rows = _rows()
-    with _function({"hidden": mb.placeholder(shape=(rows, HIDDEN), dtype=types.fp16)}) as function:
+    with function_of({"hidden": mb.placeholder(shape=(rows, HIDDEN), dtype=types.fp16)}) as function:
         logits = mb.linear(x=function.inputs["hidden"], weight=head.emit("head_weight"), name="logits")
         function.set_outputs([mb.reduce_argmax(x=logits, axis=-1, keep_dims=False, name="token")])
-    _save(path, {"main": function}, "main")
+    save(path, {"main": function}, "main")
 
 
 def _write_chunk(path: Path, weights: Mapping[str, np.ndarray], layers: range) -> None:
     functions = {}
     for name, window in FUNCTIONS.items():
         inputs = chunk_inputs(window, layers)
-        with _function(inputs) as function:
-            function.set_outputs([_Chunk(weights, function.inputs, window).emit(layers)])
+        with function_of(inputs) as function:
+            function.set_outputs([Emitter(weights, function.inputs, window).emit(layers)])
         functions[name] = function
-    _save(path, functions, "ctx32k")
+    save(path, functions, "ctx32k")
 
 
 def chunk_inputs(window: int, layers: range) -> dict[str, Any]:
@@ -287,11 +287,11 @@ def _rows() -> Any:
     return get_new_symbol()
 
 
-class _Chunk:
+class Emitter:
     """Emits the layers of one function."""
 
     def __init__(self, weights: Mapping[str, np.ndarray], inputs: Mapping[str, Any], window: int) -> None:
-        self.weights, self.inputs, self.window = weights, inputs, window
+        self.weights, self.inputs, self.window, self.kinds = weights, inputs, window, LAYERS
 
     def emit(self, layers: range) -> Any:
         hidden = self.inputs["hidden_in"]
@@ -313,7 +313,7 @@ class _Chunk:
         return mb.mul(x=hidden, y=np.float16(self.weights[f"{prefix}layer_scalar"].item()))
 
     def _attention(self, normed: Any, layer: int) -> Any:
-        prefix, kind = f"model.layers.{layer}.self_attn.", LAYERS[layer]
+        prefix, kind = f"model.layers.{layer}.self_attn.", self.kinds[layer]
         dim = HEAD_DIM if kind == "s" else FULL_HEAD_DIM
         kv_heads = KV_HEADS if kind == "s" else FULL_KV_HEADS
         query = self._heads(self._linear(normed, f"{prefix}q_proj.weight"), HEADS, dim)
@@ -323,12 +323,17 @@ class _Chunk:
         key = self._rotate(self._norm(raw_key, f"{prefix}k_norm.weight"), kind)
         keys = self._written(key, f"k_{layer}", kind)
         values = self._written(self._norm(raw_value, None), f"v_{layer}", kind)
+        return self._mixed(query, keys, values, layer)
+
+    def _mixed(self, query: Any, keys: Any, values: Any, layer: int) -> Any:
+        """Attention of rotated queries [heads, S, D] over keys and values [KV heads, W, D], and the output linear."""
+        kv_heads, _, dim = keys.shape
         grouped = mb.reshape(x=query, shape=[kv_heads, HEADS // kv_heads, -1, dim])
         scores = mb.matmul(x=grouped, y=mb.expand_dims(x=keys, axes=[1]), transpose_y=True)
-        weights = mb.softmax(x=mb.add(x=scores, y=self.inputs[f"mask_{kind}"]), axis=-1)
+        weights = mb.softmax(x=mb.add(x=scores, y=self.inputs[f"mask_{self.kinds[layer]}"]), axis=-1)
         mixed = mb.matmul(x=weights, y=mb.expand_dims(x=values, axes=[1]))
         rows_first = mb.transpose(x=mixed, perm=[2, 0, 1, 3])
-        return self._linear(mb.reshape(x=rows_first, shape=[-1, HEADS * dim]), f"{prefix}o_proj.weight")
+        return self._linear(mb.reshape(x=rows_first, shape=[-1, HEADS * dim]), f"model.layers.{layer}.self_attn.o_proj.weight")
 
     def _written(self, rows: Any, state: str, kind: str) -> Any:
         """The state after K <- K (1 - sum of one-hots) + one-hots^T K_new; full layers: its first `window` rows."""
@@ -367,14 +372,14 @@ class _Chunk:
 
 
 @contextmanager
-def _function(inputs: dict[str, Any]) -> Iterator[Any]:
+def function_of(inputs: dict[str, Any]) -> Iterator[Any]:
     from coremltools.converters.mil.mil import Function
 
     with Function(inputs, opset_version=ct.target.iOS18) as function:
         yield function
 
 
-def _save(path: Path, functions: Mapping[str, Any], default: str) -> None:
+def save(path: Path, functions: Mapping[str, Any], default: str) -> None:
     from coremltools.converters.mil.mil import Program
 
     program = Program()
