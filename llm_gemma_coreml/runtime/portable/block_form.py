@@ -172,13 +172,19 @@ def _rows(context: Context, new: str, shared: _Shared) -> str:
 
 
 def _columns(context: Context, match: AttentionMatch, new: str, shared: _Shared) -> str:
-    """Query rows per product, n = G * min(S, R) with R the power of two that keeps n at 16 or below; int64 [1]."""
+    """Query rows per product, int64 [1]: n = G * min(S, R) with R the power of two that keeps n at 16 or below.
+
+    n = G where S is larger than R and no multiple of it.
+    """
     group = match.plan.group
     key = ("columns", str(group))
     if key not in shared.values:
         graph = context.graph
         largest = 1 << max(0, (COLUMNS // group).bit_length() - 1)
-        rows = graph.emit("Min", [_rows(context, new, shared), graph.constant([largest], "int64")])
+        all_rows, one = _rows(context, new, shared), graph.constant([1], "int64")
+        rows = graph.emit("Min", [all_rows, graph.constant([largest], "int64")])
+        whole = graph.emit("Equal", [graph.emit("Mod", [all_rows, rows]), graph.constant([0], "int64")])
+        rows = graph.emit("Where", [whole, rows, one])
         shared.values[key] = graph.emit("Mul", [rows, graph.constant([group], "int64")])
     return shared.values[key]
 
