@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_gemma_coreml.bundle.manifest import Manifest
-from llm_gemma_coreml.bundle.published import read_published
+from llm_gemma_coreml.bundle.published import PublishedConfig, read_published
 from llm_gemma_coreml.engine.published_drafter import PublishedDrafter
 from llm_gemma_coreml.engine.published_mode import PublishedMode
 from llm_gemma_coreml.engine.published_slots import AsPublishedSlots, ExactSlots, PublishedSlots
 from llm_gemma_coreml.engine.rotary import RotaryTable
 from llm_gemma_coreml.engine.runner import Float32, Runner, States
 from llm_gemma_coreml.engine.slots import Geometry, SlotTable
-from llm_gemma_coreml.errors import PackageError
+from llm_gemma_coreml.errors import BundleError, PackageError
 from llm_gemma_coreml.runtime.base import Array, Runtime, RuntimeOptions
 
 _SLOTS: dict[str, type[PublishedSlots]] = {"exact": ExactSlots, "as-published": AsPublishedSlots}
@@ -39,6 +39,7 @@ class PublishedRunner(Runner):
         """Arguments and errors are those of Runner; BundleError too if the bundle's own two files cannot be read."""
         self.mode = mode or PublishedMode()
         self.config = config = read_published(bundle_path).config
+        _check_agreement(config, manifest, bundle_path)
         geometry = Geometry(config.window, config.ring_length, config.full_length, block=config.most_rows)
         super().__init__(bundle_path, manifest, runtime, options, geometry, context)
         self.drafter = PublishedDrafter(bundle_path, runtime, options, manifest.rungs)
@@ -141,6 +142,28 @@ class PublishedRunner(Runner):
                 "vocabulary. Download the bundle again."
             )
         return ids
+
+
+def _check_agreement(config: PublishedConfig, manifest: Manifest, bundle_path: Path) -> None:
+    """Raise BundleError if the configuration is not the one that the bundle was installed with."""
+    read = {
+        "hidden size": (config.hidden_size, manifest.hidden_size),
+        "vocabulary": (config.vocabulary_size, manifest.vocabulary_size),
+        "layers": (config.layer_types, manifest.layer_types),
+        "window": (config.window, manifest.sliding_window),
+        "ring": (config.ring_length, manifest.ring_capacity),
+        "contexts": (tuple(window for window, _ in config.functions), manifest.rungs),
+        "head dimensions": (
+            (config.head_dim_sliding, config.head_dim_full),
+            (manifest.head_dim_sliding, manifest.head_dim_full),
+        ),
+    }
+    for what, (now, then) in read.items():
+        if now != then:
+            raise BundleError(
+                f"{bundle_path / config.file} was changed since the bundle was installed ({what}: {now} instead of {then}). "
+                "Install the bundle again."
+            )
 
 
 def _one_hot(columns: NDArray[np.int64], height: int, width: int) -> Float32:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import tiny_checkpoints as tiny
+from coremltools.converters.mil.mil import get_new_symbol
 from portable_programs import ct, mb, quiet, types
 
 Weights = dict[str, np.ndarray]
@@ -239,7 +240,7 @@ class _Quantised:
 
 def _write_head(path: Path, made: Any) -> None:
     head = _Quantised.of(made.get_input_embeddings().weight.detach().numpy(), 8)
-    rows = _rows()
+    rows = get_new_symbol()
     with function_of({"hidden": mb.placeholder(shape=(rows, HIDDEN), dtype=types.fp16)}) as function:
         logits = mb.linear(x=function.inputs["hidden"], weight=head.emit("head_weight"), name="logits")
         function.set_outputs([mb.reduce_argmax(x=logits, axis=-1, keep_dims=False, name="token")])
@@ -258,7 +259,7 @@ def _write_chunk(path: Path, weights: Mapping[str, np.ndarray], layers: range) -
 
 def chunk_inputs(window: int, layers: range) -> dict[str, Any]:
     """Inputs and states of a chunk's function over `window` slots of the full layers."""
-    rows = _rows()
+    rows = get_new_symbol()
 
     def half(*shape: Any) -> Any:
         return mb.placeholder(shape=shape, dtype=types.fp16)
@@ -279,12 +280,6 @@ def chunk_inputs(window: int, layers: range) -> dict[str, Any]:
         shape = (KV_HEADS, WINDOW, HEAD_DIM) if sliding else (FULL_KV_HEADS, LONGEST, FULL_HEAD_DIM)
         inputs |= {f"{part}_{layer}": mb.state_tensor_placeholder(shape=shape, dtype=types.fp16) for part in "kv"}
     return inputs
-
-
-def _rows() -> Any:
-    from coremltools.converters.mil.mil import get_new_symbol
-
-    return get_new_symbol()
 
 
 class Emitter:
