@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
 _REMEMBERED_CALLS = 15
@@ -15,6 +16,9 @@ _MEASUREMENT_LIFE = 200
 _PRIOR_WEIGHT = 2.0
 _FORGETTING = 0.9
 """Weight that an old observation keeps when a new one comes: about the last 10 count."""
+_FADING = 0.97
+"""Weight that it keeps from one round to the next."""
+_LEAST_PRIOR = 0.02
 _PRIOR_ACCEPTANCE = (0.45, 0.6, 0.75, 0.9)
 """Assumed chance that a draft is accepted, by the drafter's grade, until it has been measured."""
 _TYPICAL_GRADE = 1
@@ -75,39 +79,69 @@ class Acceptance:
     """Chances that drafts are accepted, given that those before were: by grade and offset, and by offset alone."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int | None, int], tuple[float, float]] = {}
+        self._counts: dict[tuple[int | None, int], _Count] = {}
+        self._rounds = 0
 
     def observe(self, grades: Sequence[int], accepted: int, offset: int = 0) -> None:
         """Of drafts with these grades, the first at `offset` of its round, the first `accepted` were right.
 
         What follows a wrong one tells nothing.
         """
+        self._rounds += 1
         for index, grade in enumerate(grades[: accepted + 1]):
-            hit = 1.0 if index < accepted else 0.0
             place = _position_bin(offset + index)
-            for key, prior in (((grade, place), grade), ((None, place), _TYPICAL_GRADE)):
-                right, seen = self._counts.get(key, _prior(prior))
-                self._counts[key] = (right * _FORGETTING + hit, seen * _FORGETTING + 1.0)
+            for key in ((grade, place), (None, place)):
+                count = self._counts.setdefault(key, _Count())
+                count.fade(self._rounds)
+                count.add(index < accepted)
 
     def chance(self, grade: int, offset: int) -> float:
         """Chance that the draft at `offset` is accepted, if those before it were."""
-        right, seen = self._counts.get((grade, _position_bin(offset)), _prior(grade))
-        return right / seen
+        return self._estimate((grade, _position_bin(offset)), _prior(grade))
 
     def typical(self, offset: int) -> float:
-        """The same for a draft whose grade is not known yet."""
-        right, seen = self._counts.get((None, _position_bin(offset)), _prior(_TYPICAL_GRADE))
-        return right / seen
+        """The same for a draft whose grade is not known yet. What was not seen for long is taken to be as what is before."""
+        estimate = _prior(_TYPICAL_GRADE)
+        for place in range(_position_bin(offset) + 1):
+            estimate = self._estimate((None, place), estimate)
+        return estimate
 
     def chances(self, grades: Sequence[int], offset: int = 0) -> list[float]:
         """`chance` for each draft of a run that starts at `offset`."""
         return [self.chance(grade, offset + index) for index, grade in enumerate(grades)]
 
+    def _estimate(self, key: tuple[int | None, int], prior: float) -> float:
+        count = self._counts.get(key)
+        return prior if count is None else count.estimate(prior, self._rounds)
 
-def _prior(grade: int) -> tuple[float, float]:
-    """(right, seen) as if something had been measured; forgotten like a measurement."""
-    chance = _PRIOR_ACCEPTANCE[max(0, min(grade, len(_PRIOR_ACCEPTANCE) - 1))]
-    return chance * _PRIOR_WEIGHT, _PRIOR_WEIGHT
+
+@dataclass
+class _Count:
+    """Drafts of one kind, older ones with less weight; a prior stands in for what was forgotten."""
+
+    right: float = 0.0
+    seen: float = 0.0
+    round: int = 0
+
+    def fade(self, now: int) -> None:
+        """Time passes: what was seen long ago says little, even if nothing of the kind was seen since."""
+        weight = _FADING ** (now - self.round)
+        self.right, self.seen, self.round = self.right * weight, self.seen * weight, now
+
+    def add(self, hit: bool) -> None:
+        self.right = self.right * _FORGETTING + hit
+        self.seen = self.seen * _FORGETTING + 1.0
+
+    def estimate(self, prior: float, now: int) -> float:
+        """Chance of a hit. The prior weighs less the more was seen lately, down to nearly nothing."""
+        weight = _FADING ** (now - self.round)
+        seen = self.seen * weight
+        trust = _PRIOR_WEIGHT * max(0.0, 1.0 - seen * (1.0 - _FORGETTING)) ** 2 + _LEAST_PRIOR
+        return (self.right * weight + trust * prior) / (seen + trust)
+
+
+def _prior(grade: int) -> float:
+    return _PRIOR_ACCEPTANCE[max(0, min(grade, len(_PRIOR_ACCEPTANCE) - 1))]
 
 
 def expected_tokens(chances: Sequence[float]) -> float:
