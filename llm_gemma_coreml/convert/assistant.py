@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_gemma_coreml.bundle.manifest import Drafter, assistant_function_name
 from llm_gemma_coreml.convert.assistant_source import AssistantSource, check_fits
-from llm_gemma_coreml.convert.quantise import block_size
+from llm_gemma_coreml.convert.quantise_search import BLOCK
 from llm_gemma_coreml.convert.source import FULL, PROJECTIONS, SLIDING, ModelConfig, Source, expected_shapes
 from llm_gemma_coreml.convert.weight_table import WeightTable
 from llm_gemma_coreml.errors import RequestError
@@ -110,9 +110,8 @@ class Assistant:
 
     def quantisation(self) -> str:
         """How its weights are stored, for people."""
-        hidden = self.source.config.hidden_size
-        body = "fp16" if self.bits == 16 else f"int{self.bits} block {block_size(hidden, self.bits)}"
-        return f"{body}, head int8 block {block_size(hidden, 8)}"
+        body = "fp16" if self.bits == 16 else f"int{self.bits} block {BLOCK}"
+        return f"{body}, head int8 block {BLOCK}"
 
     def _inputs(self, function: LayerFunction) -> dict[str, Any]:
         """docs/design.md, "Drafters"."""

@@ -19,7 +19,7 @@ from llm_gemma_coreml.bundle.manifest import (
 )
 from llm_gemma_coreml.convert.assistant import Assistant
 from llm_gemma_coreml.convert.checkpoint_config import GEMMA_TERMS
-from llm_gemma_coreml.convert.quantise import block_size
+from llm_gemma_coreml.convert.quantise_search import BLOCK
 from llm_gemma_coreml.convert.source import ModelConfig, Source
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _manifest(
             path=f"{packages.HEAD_PACKAGE}/Data/com.apple.CoreML/weights/weight.bin",
             rows=config.vocabulary_size,
             columns=config.hidden_size,
-            block_size=block_size(config.hidden_size, 8),
+            block_size=BLOCK,
             values_offset=embedding[packages.EMBEDDING_VALUES],
             scales_offset=embedding[packages.EMBEDDING_SCALES],
             multiplier=config.embedding_multiplier,
@@ -139,9 +139,9 @@ def _manifest(
         ),
         states=states,
         quantisation={
-            "body": "fp16" if bits == 16 else f"int{bits} block {block_size(config.hidden_size, bits)}",
-            "head": f"int8 block {block_size(config.hidden_size, 8)}",
-            "embedding": f"int8 block {block_size(config.hidden_size, 8)}",
+            "body": "fp16" if bits == 16 else f"int{bits} block {BLOCK}",
+            "head": f"int8 block {BLOCK}",
+            "embedding": f"int8 block {BLOCK}",
         },
         tokenizer=TOKENIZER,
         template_kind=config.family if source.chat_template is not None else "transcript",

@@ -1,4 +1,4 @@
-"""Blockwise symmetric quantisation: int8 or int4 values with one fp16 scale per 64 or 32 input columns."""
+"""Blockwise symmetric quantisation: int8 or int4 values with one fp16 scale per 32 input columns."""
 
 from __future__ import annotations
 
@@ -16,32 +16,22 @@ if TYPE_CHECKING:
     from llm_gemma_coreml.convert.source import Source
 
 _LIMITS = {8: (-127, 127), 4: (-8, 7)}
-_WIDE_BLOCK = 64
-
-
-def block_size(columns: int, bits: int) -> int:
-    """Input columns that share a scale: 32 for 4 bits; 64 for 8 bits, if `columns` can be cut so, else 32.
-
-    Larger blocks have fewer bytes to read, but at 128 columns (8 bits) and at 64 (4 bits) ONNX Runtime's kernels
-    give a row other bits alone than among others.
-    """
-    return _WIDE_BLOCK if bits == 8 and columns % _WIDE_BLOCK == 0 else BLOCK
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """weight[n, k] = values[n, k] * scales[n, k // block], where block = K / scales per row."""
+    """weight[n, k] = values[n, k] * scales[n, k // 32]."""
 
     values: NDArray[np.int8]
     """int8 [N, K]; in [-127, 127] for 8 bits, [-8, 7] for 4 bits."""
     scales: NDArray[np.float16]
-    """fp16 [N, K / block_size(K, bits)]."""
+    """fp16 [N, K / 32]."""
     bits: int
 
     def dequantise(self) -> NDArray[np.float32]:
         """The fp32 weight [N, K] that the values stand for."""
         rows, columns = self.values.shape
-        blocks = self.values.reshape(*self.scales.shape, -1).astype(np.float32)
+        blocks = self.values.reshape(rows, columns // BLOCK, BLOCK).astype(np.float32)
         blocks *= self.scales.astype(np.float32)[:, :, None]
         return blocks.reshape(rows, columns)
 
@@ -60,7 +50,7 @@ def quantise(
     Raises SourceError naming `name` for NaN, infinity, values beyond fp16 scales, or K not a multiple of 32.
     """
     _check(weight, bits, name)
-    blocks = np.ascontiguousarray(weight, np.float32).reshape(weight.shape[0], -1, block_size(weight.shape[1], bits))
+    blocks = np.ascontiguousarray(weight, np.float32).reshape(weight.shape[0], -1, BLOCK)
     scales = _plain_scales(blocks, bits)
     if not np.isfinite(scales).all():
         raise SourceError(f"{name}: holds NaN, infinity or values too large for fp16 scales.")
@@ -90,13 +80,12 @@ def quantised_tensor(
     """
     from llm_gemma_coreml.convert.source import expected_shapes, row_chunks
 
-    rows, columns = expected_shapes(source.config)[name]
-    size = block_size(columns, bits)
-    ready = source.blocks(name, bits) if size == BLOCK else None
+    ready = source.blocks(name, bits)
     if ready is not None:
         return ready
+    rows, columns = expected_shapes(source.config)[name]
     values = np.empty((rows, columns), np.int8)
-    scales = np.empty((rows, columns // size), np.float16)
+    scales = np.empty((rows, columns // BLOCK), np.float16)
     for start, stop in row_chunks(rows, columns):
         part = quantise(source.rows(name, start, stop), bits, importance, f"{source.path}: tensor {name}")
         values[start:stop] = part.values

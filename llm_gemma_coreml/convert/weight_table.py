@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_gemma_coreml.convert.calibration import Importance
-from llm_gemma_coreml.convert.quantise import Quantised, block_size, quantised_tensor
+from llm_gemma_coreml.convert.quantise import Quantised, quantised_tensor
+from llm_gemma_coreml.convert.quantise_search import BLOCK
 from llm_gemma_coreml.convert.source import Source, expected_shapes
 from llm_gemma_coreml.errors import SourceError
 
@@ -27,20 +28,20 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """The constants of one linear weight [rows, columns]: blocks with a scale each, or plain fp16."""
+    """The constants of one linear weight [rows, columns]: blocks of 32 with a scale each, or plain fp16."""
 
     rows: int
     columns: int
     values: str
     """Id of the int8/int4 values, or of the fp16 weight."""
     scales: str | None
-    """Id of the fp16 scales [rows, blocks]; None for a plain fp16 weight."""
+    """Id of the fp16 scales [rows, columns / 32]; None for a plain fp16 weight."""
 
 
 class WeightTable:
     """Every constant that the packages refer to. Nothing is read from `source` before `StoredTensor.load`.
 
-    bits: 8 or 4 (see quantise.block_size), or 16 (plain fp16) for the layers' linear weights. The embedding, which is the
+    bits: 8 or 4 (blocks of 32), or 16 (plain fp16) for the layers' linear weights. The embedding, which is the
     head too, always has 8.
     """
 
@@ -68,7 +69,7 @@ class WeightTable:
             return LinearWeight(rows, columns, values, None)
         scales = f"{self._prefix}{name}.scales"
         self._define(values, (rows, columns), f"int{bits}", lambda: self._quantised(name, parts, bits).values)
-        self._define(scales, (rows, columns // block_size(columns, bits)), "float16", lambda: self._scales(name, parts, bits))
+        self._define(scales, (rows, columns // BLOCK), "float16", lambda: self._scales(name, parts, bits))
         return LinearWeight(rows, columns, values, scales)
 
     def vector(self, name: str, factor: float = 1.0) -> str:

@@ -12,11 +12,12 @@ from llm_gemma_coreml.errors import GemmaCoreMLError
 from llm_gemma_coreml.runtime.base import Array
 from llm_gemma_coreml.runtime.portable.attention import AttentionPlan
 from llm_gemma_coreml.runtime.portable.block_inputs import (
-    COLUMNS,
+    keys_per_product,
     padding_input,
     past_input,
     past_slots_input,
     tail_input,
+    values_per_product,
 )
 from llm_gemma_coreml.runtime.portable.states import PortableState
 
@@ -37,8 +38,8 @@ class BlockSlots:
 
     @property
     def padding(self) -> int:
-        """Rows that fill the block up to a multiple of 16."""
-        return -(self.start - self.first + self.rows) % COLUMNS
+        """Rows that fill the block up to a multiple of 128."""
+        return -(self.start - self.first + self.rows) % BLOCK
 
     def block_positions(self) -> Array:
         """int32 [T + S + X]; -1 where the slot lies beyond the view."""
@@ -92,20 +93,26 @@ def attention_feeds(
         slots, past_rows = known[key]
         if padding_input(plan) not in feeds:
             feeds[padding_input(plan)] = np.zeros((plan.kv_heads, slots.padding, plan.head_dim), np.float32)
-        for name in (plan.key_state, plan.value_state):
+        pieces = keys_per_product(plan.head_dim), values_per_product(plan, rows, past_rows)
+        for name, together in zip((plan.key_state, plan.value_state), pieces, strict=True):
             buffer = buffers[name]
             starts[name] = slots.start
             feeds[tail_input(name)] = np.ascontiguousarray(buffer[:, slots.first : slots.start])
             for head in range(plan.kv_heads):
-                feeds[past_input(name, head)] = buffer[head : head + 1, :past_rows]
+                feeds[past_input(name, head)] = _pieces(buffer, head, past_rows, together)
     return feeds, starts
+
+
+def _pieces(buffer: Array, head: int, rows: int, together: int) -> Array:
+    """A view of the first rows of one head, [1, pieces, together, D]."""
+    return buffer[head, :rows].reshape(1, -1, together, buffer.shape[2])
 
 
 def _reading_feeds(plan: AttentionPlan, inputs: Mapping[str, Array], buffers: Mapping[str, Array]) -> dict[str, Array]:
     """ONNX inputs of an attention that only reads: slot positions and views, both cut after the last filled slot."""
     slots = filled_prefix(inputs[plan.slot_positions])
     feeds = {plan.slot_positions: slots}
-    for name in (plan.key_state, plan.value_state):
+    for name, together in ((plan.key_state, keys_per_product(plan.head_dim)), (plan.value_state, BLOCK)):
         for head in range(plan.kv_heads):
-            feeds[past_input(name, head)] = buffers[name][head : head + 1, : len(slots)]
+            feeds[past_input(name, head)] = _pieces(buffers[name], head, len(slots), together)
     return feeds
