@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from llm_gemma_coreml.bundle.compiled_model import is_compiled
 from llm_gemma_coreml.bundle.package import open_package
-from llm_gemma_coreml.bundle.program import TensorType
-from llm_gemma_coreml.errors import GemmaCoreMLError, PackageError
-from llm_gemma_coreml.runtime.base import Array, RuntimeOptions, State
+from llm_gemma_coreml.errors import PackageError
+from llm_gemma_coreml.runtime.base import RuntimeOptions
 from llm_gemma_coreml.runtime.coreml import native
 from llm_gemma_coreml.runtime.coreml.availability import unavailable_reason
+from llm_gemma_coreml.runtime.coreml.compiled_model import CompiledModel
 from llm_gemma_coreml.runtime.coreml.compiled_store import CompiledStore
 from llm_gemma_coreml.runtime.coreml.compute_units import check_compute_units, choose_compute_units, coremltools_name
-from llm_gemma_coreml.runtime.coreml.input_arrays import borrow_array, give_back
+from llm_gemma_coreml.runtime.coreml.function import CoreMLFunction
 from llm_gemma_coreml.runtime.coreml.states import CoreMLState
-from llm_gemma_coreml.runtime.inputs import checked_inputs
 from llm_gemma_coreml.runtime.notices import notify
-
-_DTYPES = {"float16": np.float32, "float32": np.float32}
 
 
 class CoreMLRuntime:
@@ -38,8 +34,13 @@ class CoreMLRuntime:
         """None on a Mac that has all that is needed, else the reason."""
         return unavailable_reason()
 
-    def load(self, package: Path, options: RuntimeOptions) -> CoreMLPackage:
-        """Open the package; compiled when a function is first asked for. options.threads and exact do not apply."""
+    def load(self, package: Path, options: RuntimeOptions) -> CoreMLPackage | CompiledModel:
+        """Open the package; compiled when a function is first asked for. options.threads and exact do not apply.
+
+        A `.mlmodelc`, compiled elsewhere, is taken as it is.
+        """
+        if is_compiled(package):
+            return CompiledModel(package, choose_compute_units(self._compute_units))
         return CoreMLPackage(package, options.cache_directory, choose_compute_units(self._compute_units))
 
 
@@ -107,55 +108,3 @@ class CoreMLPackage:
         loaded = next(iter(self._functions.values()), None) or self.function(self._package.default_function)
         with native.running(loaded.name, str(self._path)):
             return loaded.model.make_state()
-
-
-class CoreMLFunction:
-    """One loaded function."""
-
-    def __init__(
-        self, name: str, model: Any, inputs: Mapping[str, TensorType], stateful: bool, package: str, lock: threading.RLock
-    ) -> None:
-        self.name = name
-        self.model = model
-        """The CompiledMLModel."""
-        self._declared = {key: (kind.dtype, kind.shape) for key, kind in inputs.items()}
-        self._stateful = stateful
-        self._package = package
-        self._lock = lock
-        self._inputs = {key: borrow_array(shape, _DTYPES.get(kind, np.int32)) for key, (kind, shape) in self._declared.items()}
-
-    def close(self) -> None:
-        """Give back what the function borrowed; it must not be used any more."""
-        give_back(self._inputs.values())
-        self._inputs = {}
-
-    def run(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
-        """Run once; see runtime.base.Function.run. Calls of one package take turns, whichever thread they come from."""
-        arrays = checked_inputs(inputs, self._declared, _DTYPES, self.name, self._package)
-        if state is not None and not isinstance(state, CoreMLState):
-            raise GemmaCoreMLError("A state made by another runtime was given: make it with this package's make_state().")
-        if state is None and self._stateful:
-            raise GemmaCoreMLError(f"Function {self.name!r} of {self._package} needs a state: make one first.")
-        with self._lock:
-            for key, array in arrays.items():
-                np.copyto(self._inputs[key], array)
-            return self._predict(state)
-
-    def warm_up(self, state: CoreMLState | None) -> None:
-        """Run once on zeros, which changes `state`."""
-        with self._lock:
-            for array in self._inputs.values():
-                array.fill(0)
-            self._predict(state)
-
-    def _predict(self, state: CoreMLState | None) -> dict[str, Array]:
-        with native.running(self.name, self._package):
-            # A new dictionary each time: coremltools changes the one that it is given.
-            found = self.model.predict(dict(self._inputs), None if state is None else state.for_a_run())
-        return {name: _plain(value) for name, value in found.items()}
-
-
-def _plain(value: Any) -> Array:
-    """An output as a fresh contiguous fp32 or int32 array."""
-    array = np.asarray(value)
-    return np.ascontiguousarray(array, np.int32 if array.dtype.kind in "iub" else np.float32)
