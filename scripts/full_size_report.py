@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +182,10 @@ def _comparison(before: dict[str, Any], results: dict[str, Any]) -> str:
         for width in one["calls"]:
             cells = (f"{place['calls'][width] * 1e3:,.0f} ms" for place in (one, other))
             rows.append((f"{width} row{'s' if int(width) > 1 else ''} at {one['depth']:,}", *cells))
-    return "## Before and after\n\n" + results["changes"] + "\n\n" + _table(("", "before", "after"), rows)
+    return f"## Before and after\n\n{results['changes']}\n\n" + _table(("", "before", "after"), rows)
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

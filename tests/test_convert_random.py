@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from plugin_environment import run_llm
-from support.random_models import build_tiny, tiny_config
+from support.random_models import build_tiny, tiny_assistant_config, tiny_config
 
 from llm_gemma_coreml import catalog
 from llm_gemma_coreml.bundle.checksums import verify_files
@@ -18,6 +18,7 @@ from llm_gemma_coreml.bundle.manifest import load_manifest
 from llm_gemma_coreml.bundle.store import list_bundles, remove_bundle
 from llm_gemma_coreml.chat.tokenizer import Tokenizer
 from llm_gemma_coreml.convert import quickstart
+from llm_gemma_coreml.convert.assistant import Assistant
 from llm_gemma_coreml.convert.build import choose_bits, parameters
 from llm_gemma_coreml.convert.quantise import quantised_tensor
 from llm_gemma_coreml.convert.random_models import RANDOM_MODELS, random_config
@@ -92,6 +93,13 @@ def test_shapes_are_those_of_the_published_models(name: str, billions: float, la
     assert choose_bits(config, None) == (4 if billions > 1 else 8)
 
 
+def test_the_shape_of_the_12b_assistant_is_that_of_the_published_one() -> None:
+    source = RandomSource.of_assistant("gemma-4-12b")
+    assistant = Assistant.open(source, random_config("gemma-4-12b"))
+    assert assistant.parameters() == pytest.approx(423e6, rel=0.001)
+    assert source.config.layer_types == ("sliding", "sliding", "sliding", "full")
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 def test_a_bundle_says_that_its_weights_are_random(user_folder: Path, family: str) -> None:
     source = RandomSource(tiny_config(family), seed=7)
@@ -105,6 +113,19 @@ def test_a_bundle_says_that_its_weights_are_random(user_folder: Path, family: st
         assert "whatever this model writes is meaningless" in run_llm("gemma-coreml", *arguments).stdout
     expected = quantised_tensor(source, "embedding", 8).dequantise() * np.float32(manifest.embedding.multiplier)
     np.testing.assert_allclose(EmbeddingRows(path, manifest.embedding).rows([3, 319]), expected[[3, 319]], rtol=1e-6)
+
+
+def test_an_assistant_of_random_weights_is_built_in(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "llm_gemma_coreml.convert.random_source"
+    monkeypatch.setattr(f"{module}.random_config", lambda name: tiny_config("gemma4"))
+    monkeypatch.setattr(f"{module}.random_assistant_config", lambda name: tiny_assistant_config())
+    arguments = ["--random", "tiny", "--drafter", "random", "--contexts", "256", "--widths", "1"]
+    result = run_llm("gemma-coreml", "convert", *arguments)
+    assert result.exit_code == 0, result.output
+    drafter = load_manifest(user_folder / "gemma-coreml" / "tiny-random").drafter
+    assert drafter is not None
+    assert drafter.source == "random weights (seed 0) in the shape of tiny-assistant"
+    assert (drafter.sliding_source_layer, drafter.full_source_layer) == (4, 5)
 
 
 def test_a_bundle_of_random_weights_takes_over_no_alias(user_folder: Path) -> None:
@@ -159,6 +180,8 @@ def test_a_given_tokenizer_is_used_if_it_fits(tmp_path: Path) -> None:
         ([], "either SOURCE or --random"),
         (["checkpoint", "--seed", "3"], "go with --random only"),
         (["checkpoint", "--tokenizer", "x.model"], "go with --random only"),
+        (["--random", "gemma-4-12b", "--drafter", "checkpoint"], "--drafter random"),
+        (["--random", "gemma-3-1b", "--drafter", "random"], "assistant of 'gemma-3-1b' is not known"),
         (["--random", "gemma-3-270m", "--seed", "-1"], "not in the range"),
         (["--random", "gemma-3-270m", "--tokenizer", "/nowhere/x.json"], "x.json: cannot be read"),
     ],

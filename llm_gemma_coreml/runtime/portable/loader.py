@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import threading
+import weakref
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +36,11 @@ _DTYPES: dict[str, type[np.generic]] = {
 }
 
 
+_LOADS_AT_ONCE = threading.Semaphore(2)
+"""A session packs its weights on one thread, but each session in the making takes memory besides."""
+_open_packages: weakref.WeakSet[PortablePackage] = weakref.WeakSet()
+
+
 class PortableRuntime:
     """Runs packages on ONNX Runtime, on any machine."""
 
@@ -42,8 +51,13 @@ class PortableRuntime:
         return None
 
     def load(self, package: Path, options: RuntimeOptions) -> PortablePackage:
-        """Open the package at that path; functions are translated when first asked for."""
-        return PortablePackage(package, options)
+        """Open the package at that path; functions are translated when first asked for.
+
+        If they were translated before, the session that runs most of them is made in the background meanwhile.
+        """
+        opened = PortablePackage(package, options)
+        opened.load_ahead()
+        return opened
 
 
 class PortablePackage:
@@ -57,6 +71,8 @@ class PortablePackage:
         self._compiled = self._cache.load() or self._outline()
         self._models: dict[str, OnnxModel] = {}
         self._lock = threading.Lock()
+        self._closed = False
+        _open_packages.add(self)
 
     @property
     def function_names(self) -> tuple[str, ...]:
@@ -66,22 +82,40 @@ class PortablePackage:
         """The function of that name. Raises PackageError if there is none."""
         with self._lock:
             compiled = self._compiled.functions.get(name) or self._translate(name)
-            if compiled.model not in self._models:
-                model = self._compiled.models[compiled.model]
+            return PortableFunction(name, compiled, self._loaded(compiled.model), str(self._path))
+
+    def load_ahead(self) -> None:
+        """Begin to make the session of most of the functions that are translated already; `function` waits for it."""
+        known = Counter(function.model for function in self._compiled.functions.values()).most_common(1)
+        if known:
+            threading.Thread(target=self._load_quietly, args=(known[0][0],), daemon=True).start()
+
+    def _load_quietly(self, digest: str) -> None:
+        with contextlib.suppress(GemmaCoreMLError), self._lock:  # `function` will meet the error, and raise it
+            if not self._closed:
+                self._loaded(digest)
+
+    def _loaded(self, digest: str) -> OnnxModel:
+        """The session of the model with that digest. The lock is held."""
+        if digest not in self._models:
+            with _LOADS_AT_ONCE:
                 if self._compiled.originals_packed is None:
                     self._compiled.originals_packed = originals_are_packed()
                     self._cache.store(self._compiled)
                 free = self._compiled.originals_packed
-                self._models[compiled.model] = OnnxModel(model, self._path, self._options, free_originals=free)
-            return PortableFunction(name, compiled, self._models[compiled.model], str(self._path))
+                model = self._compiled.models[digest]
+                self._models[digest] = OnnxModel(model, self._path, self._options, free_originals=free)
+        return self._models[digest]
 
     def make_state(self) -> PortableState | None:
         """A zero-filled state, or None if the package has none."""
         return PortableState(self._compiled.states) if self._compiled.states else None
 
     def close(self) -> None:
-        """Let go of sessions and weights."""
-        self._models.clear()
+        """Let go of sessions and weights; waits for one that is in the making."""
+        self._closed = True
+        with self._lock:
+            self._models.clear()
 
     def _cache_key(self) -> str:
         import onnxruntime
@@ -127,6 +161,13 @@ class PortablePackage:
         self._compiled.models.setdefault(compiled.model, model)
         self._cache.store(self._compiled)
         return compiled
+
+
+@atexit.register
+def _close_all() -> None:
+    """No thread may be at work in ONNX Runtime when the process takes itself apart."""
+    for package in list(_open_packages):
+        package.close()
 
 
 def _symbolic_dimensions(program: Program, package: Package) -> dict[str, tuple[int | str, ...]]:
@@ -190,9 +231,7 @@ class PortableFunction:
             if name not in inputs:
                 raise GemmaCoreMLError(f"Function {self.name!r} of {self._package} needs the input {name!r}.")
             array: Array = np.ascontiguousarray(inputs[name], _DTYPES.get(kind, np.int32))
-            if array.ndim != len(shape) or any(
-                want not in (-1, have) for want, have in zip(shape, array.shape, strict=True)
-            ):
+            if array.ndim != len(shape) or any(want not in (-1, have) for want, have in zip(shape, array.shape, strict=True)):
                 raise GemmaCoreMLError(
                     f"Input {name!r} of function {self.name!r} has the shape {array.shape}, but {shape} is declared."
                 )

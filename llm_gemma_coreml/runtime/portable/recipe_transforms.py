@@ -159,6 +159,8 @@ def nbits_scales(scale: Array, *, rows: int, columns: int, block: int, order: st
 
 def _per_block(values: Array, rows: int, columns: int, block: int) -> Array:
     blocks = -(-columns // block)
+    if values.shape == (rows, blocks):
+        return np.ascontiguousarray(values)
     by_row = np.repeat(values, rows // values.shape[0], axis=0)
     starts = np.arange(blocks) * block
     return np.ascontiguousarray(by_row[:, starts * values.shape[1] // columns])
