@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from llm_gemma_coreml.bundle.compiled_model import compiled_inputs, is_compiled
 from llm_gemma_coreml.bundle.manifest import resolve_inside
+from llm_gemma_coreml.bundle.package import open_package
 from llm_gemma_coreml.errors import GemmaCoreMLError, PackageError
 from llm_gemma_coreml.runtime.base import Array, LoadedPackage, Runtime, RuntimeOptions
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from llm_gemma_coreml.engine.published_runner import PublishedRunner
     from llm_gemma_coreml.engine.session import Session
 
+COREML = "coreml"
+"""The runtime that reads compiled models."""
 DRAFTER_FILES = ("drafter_ring32k.mlmodelc", "drafter_ring.mlmodelc")
 """The drafters of the ladder's two rungs, in ascending order."""
 
@@ -53,6 +57,7 @@ class PublishedDrafter:
         self._options = options
         self._paths = drafter_paths(bundle_path, rungs)
         self._packages: dict[int, LoadedPackage] = {}
+        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -63,10 +68,12 @@ class PublishedDrafter:
         """The drafter of that rung, open. Raises GemmaCoreMLError if this runtime cannot run it."""
         if rung not in self._packages:
             path = self._paths[rung]
+            real = resolve_inside(self._folder, path)
             try:
-                self._packages[rung] = self._runtime.load(resolve_inside(self._folder, path), self._options)
+                self._packages[rung] = self._runtime.load(real, self._options)
+                self._shapes[rung] = _declared_shapes(real)
             except GemmaCoreMLError as error:
-                if not path.endswith(".mlmodelc"):
+                if not is_compiled(real) or self._runtime.name == COREML:
                     raise
                 raise PackageError(
                     f"{path} is compiled for Core ML, and the runtime {self._runtime.name!r} cannot read it. Drafts come "
@@ -77,8 +84,9 @@ class PublishedDrafter:
     def step(self, rung: int, feeds: Mapping[str, Array]) -> tuple[int, Array]:
         """One call: (token id, hidden row for the next call, fp32 [hidden size])."""
         package = self.package(rung)
+        shaped = {name: _shaped(array, self._shapes[rung].get(name)) for name, array in feeds.items()}
         names = package.function_names
-        results = package.function("main" if "main" in names else names[0]).run(feeds)
+        results = package.function("main" if "main" in names else names[0]).run(shaped)
         if not {"token", "hidden_next"} <= results.keys():
             raise PackageError(f"{self._paths[rung]} gives {', '.join(results)}, expected token and hidden_next.")
         hidden = np.asarray(results["hidden_next"], np.float32).reshape(-1)
@@ -120,10 +128,16 @@ def synchronise(session: Session, runner: PublishedRunner, shared: SharedRows) -
     return shared.buffers
 
 
-def declared_ranks(package: Path) -> dict[str, int]:
-    """Rank of each input of a compiled drafter, from its metadata.json; empty if there is none that can be read."""
-    try:
-        described: Any = json.loads((package / "metadata.json").read_bytes())[0]["inputSchema"]
-        return {str(entry["name"]): len(json.loads(entry["shape"])) for entry in described}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
-        return {}
+def _declared_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the drafter's inputs: vectors may be declared with or without a leading 1. Raises PackageError."""
+    if is_compiled(path):
+        declared = compiled_inputs(path)
+    else:
+        package = open_package(path)
+        declared = package.declared_inputs(package.default_function)
+    return {name: kind.shape for name, kind in declared.items()}
+
+
+def _shaped(array: Array, shape: tuple[int, ...] | None) -> Array:
+    """The array in the declared shape, if it has as many elements; else as it is, to be refused."""
+    return array.reshape(shape) if shape is not None and math.prod(shape) == array.size else array

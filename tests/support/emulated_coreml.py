@@ -2,7 +2,7 @@
 
 It has the calls, conversions and errors that coremltools' Python code makes of and expects from `libcoremlpython`
 (`_MLModelProxy` and the proxy behind `MLState`), and it crashes where Core ML is known to: see `Machine`. What it cannot
-tell is what Apple's side computes.
+tell is what Apple's side computes: here it is the exact form, whose activations are not rounded.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Machine:
         """What a compiled folder holds, opened once."""
         key = str(compiled)
         if key not in self.packages:
-            options = RuntimeOptions(threads=1, cache_directory=self.folder / "translations")
+            options = RuntimeOptions(threads=1, exact=True, cache_directory=self.folder / "translations")
             self.packages[key] = PortableRuntime().load(compiled / _CONTENT, options)
         return self.packages[key]
 
@@ -197,7 +197,8 @@ def native_module(machine: Machine) -> types.ModuleType:
             for name, (_, shape) in self._function._compiled.inputs.items():
                 if name not in arrays:
                     raise RuntimeError(_description(f"Feature {name} is required but not specified."))
-                if arrays[name].shape != shape:
+                fits = all(want in (-1, have) for want, have in zip(shape, arrays[name].shape, strict=False))
+                if not fits or arrays[name].ndim != len(shape):
                     raise RuntimeError(
                         _description(f"MultiArray shape {arrays[name].shape} does not match the shape {shape} of {name}")
                     )
