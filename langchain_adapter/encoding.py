@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from langchain_adapter.bundles import locate
 from langchain_adapter.encoding_ranks import RankTable, rank_table
 from llm_gemma_coreml.chat.tokenizer import WORD_BOUNDARY, Tokenizer
 from llm_gemma_coreml.errors import BundleError, MissingDependencyError, RequestError
@@ -39,7 +40,7 @@ def gemma_encoding(bundle: str | Path = "gemma3-local", name: str | None = None)
     """
     from llm_gemma_coreml.bundle.manifest import load_manifest
 
-    folder = bundle_folder(bundle)
+    folder = locate(str(bundle))
     manifest = load_manifest(folder)
     path = folder / manifest.tokenizer
     name = name or manifest.family
@@ -55,15 +56,6 @@ def _registered(name: str, path: Path) -> GemmaEncoding:
     if not isinstance(known, GemmaEncoding) or not known.is_of(path):
         raise RequestError(f"The encoding {name!r} is registered for another tokenizer than {path}: pass another name.")
     return known
-
-
-def bundle_folder(bundle: str | Path) -> Path:
-    """The folder of a bundle given by its folder, name or alias. Raises ModelNotInstalledError, BundleError."""
-    from llm_gemma_coreml.catalog import installed_bundle
-
-    if isinstance(bundle, Path) or Path(bundle, "bundle.json").is_file():
-        return Path(bundle)
-    return installed_bundle(bundle).path
 
 
 class GemmaEncoding(tiktoken.Encoding):

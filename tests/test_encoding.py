@@ -196,16 +196,16 @@ def test_registration(encoding: GemmaEncoding, quickstart_bundle: Path, tmp_path
     assert pickle.loads(pickle.dumps(encoding)) is encoding
     with pytest.raises(RequestError, match="another name"):
         gemma_encoding(quickstart_bundle, name="cl100k_base")
-    with pytest.raises(BundleError):
+    with pytest.raises(ModelNotInstalledError, match="no bundle"):
         gemma_encoding(tmp_path)
-    with pytest.raises(BundleError, match="no bundle"):
+    with pytest.raises(ModelNotInstalledError, match="no bundle"):
         gemma_encoding("no-such-model")
 
 
 def test_a_model_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
     with pytest.raises(ModelNotInstalledError, match="install"):
-        gemma_encoding()
+        gemma_encoding("gemma4-local")
 
 
 def small_pieces() -> list[Piece]:
