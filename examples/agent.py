@@ -15,7 +15,7 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 
-from examples.agent_tools import TOOLS
+from examples.agent_tools import TOOLS, earlier_conversation
 from langchain_adapter import ChatGemmaCoreML
 
 
@@ -56,8 +56,8 @@ def show(messages: Sequence[Any]) -> None:
 
 def main() -> None:
     model = ChatGemmaCoreML(model="gemma3-local", max_tokens=60, stop=["\n"])
-    result = make_agent(model).invoke({"messages": [HumanMessage("How much do 5 loaves of bread cost?")]})
-    show(result["messages"])
+    messages = [*earlier_conversation(), HumanMessage("How much do 5 loaves of bread cost?")]
+    show(make_agent(model).invoke({"messages": messages})["messages"][len(messages) - 1 :])
 
 
 if __name__ == "__main__":

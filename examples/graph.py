@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
@@ -33,11 +33,20 @@ class State(TypedDict):
     topic: str
 
 
-EXAMPLES = (
-    "Say what each question is about.\n"
-    "Question: How much are the eggs? Topic: price. Question: When do you open? Topic: other. "
-    "Question: What does a melon cost? Topic: price. Question: Where are you? Topic: other."
-)
+EXAMPLES = {
+    "How much are the eggs?": "price",
+    "When do you open?": "other",
+    "What does a melon cost?": "price",
+    "Who wrote Hamlet?": "other",
+}
+
+
+def routing_messages(question: str) -> list[AnyMessage]:
+    """The question after some that were decided: a base model goes on in the way that it is shown."""
+    messages: list[AnyMessage] = [SystemMessage("The assistant says what each question is about.")]
+    for example, topic in EXAMPLES.items():
+        messages += [HumanMessage(example), AIMessage(f'{{"topic": "{topic}"}}')]
+    return [*messages, HumanMessage(question)]
 
 
 def make_graph(model: ChatGemmaCoreML) -> Any:
@@ -46,7 +55,7 @@ def make_graph(model: ChatGemmaCoreML) -> Any:
     caller = model.bind_tools(TOOLS[:1], tool_choice="price_of")
 
     def route(state: State) -> dict[str, Any]:
-        answer = router.invoke([SystemMessage(EXAMPLES), HumanMessage(f"Question: {state['messages'][-1].text}")])
+        answer = router.invoke(routing_messages(state["messages"][-1].text))
         assert isinstance(answer, Route)
         return {"topic": answer.topic}
 

@@ -17,7 +17,12 @@ from examples.long_text import chapters
 from langchain_adapter import ChatGemmaCoreML
 from langchain_adapter.encoding import gemma_encoding
 
-INSTRUCTION = "Say in one sentence what the text tells."
+INSTRUCTION = "The assistant says in one short sentence what happens in each text."
+EXAMPLE = (
+    "Now there was a famine in the land, and a certain man of Bethlehem went to sojourn in the country of Moab, he, and his "
+    "wife, and his two sons.",
+    "A man and his family leave Bethlehem for Moab because of a famine.",
+)
 
 
 @dataclass
@@ -33,7 +38,8 @@ class Summary:
 
 def prompt(text: str) -> list[BaseMessage]:
     """The question about one text."""
-    return [SystemMessage(INSTRUCTION), HumanMessage(f"Text: {text}")]
+    shown = [HumanMessage(f"Text: {EXAMPLE[0]}"), AIMessage(EXAMPLE[1])]
+    return [SystemMessage(INSTRUCTION), *shown, HumanMessage(f"Text: {text}")]
 
 
 def stuff(model: ChatGemmaCoreML, text: str) -> Summary:

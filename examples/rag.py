@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 from langchain_core.vectorstores import VectorStore
 from langchain_qdrant import QdrantVectorStore
 from langchain_text_splitters import RecursiveCharacterTextSplitter
@@ -23,6 +23,19 @@ from langchain_adapter.encoding import gemma_encoding
 
 CHUNK_TOKENS = 120
 INSTRUCTION = "Answer the question from the passage with a few words."
+EXAMPLES = (
+    (
+        "There was a man in the land of Uz, whose name was Job; and that man was perfect and upright.",
+        "In which land did Job live?",
+        "Uz",
+    ),
+    (
+        "So she gleaned in the field until even, and beat out that she had gleaned: and it was about an ephah of barley.",
+        "How much barley did she glean?",
+        "about an ephah",
+    ),
+)
+"""A base model has to be shown what an answer is. Neither passage is from the text that the questions are about."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +56,23 @@ def build_store(documents: Sequence[Document], model: str = "gemma3-local", path
     return QdrantVectorStore.from_documents(chunks, MiniLMEmbeddings(), collection_name="chunks", **place)
 
 
+def conversation(question: str, passage: str | None = None) -> list[BaseMessage]:
+    """The messages that ask a question. Those that never change come first, so that their K/V is reused."""
+    messages: list[BaseMessage] = [SystemMessage(INSTRUCTION)]
+    for shown, example, answer in EXAMPLES:
+        messages += [_asked(example, shown if passage is not None else None), AIMessage(answer)]
+    return [*messages, _asked(question, passage)]
+
+
+def _asked(question: str, passage: str | None) -> HumanMessage:
+    return HumanMessage(f"Question: {question}" if passage is None else f"Passage: {passage}\n\nQuestion: {question}")
+
+
 def ask(model: ChatGemmaCoreML, store: VectorStore, question: str, passages: int = 3) -> Answer:
-    """The answer to one question. The passages come first and the question last, so that prefixes can be reused."""
+    """The answer to one question, with citations from the passages that were found for it."""
     found = store.similarity_search(question, k=passages)
-    text = "\n\n".join(document.page_content for document in found)
-    messages = [SystemMessage(INSTRUCTION), HumanMessage(f"Passage: {text}\n\nQuestion: {question}")]
-    return Answer(with_citations(model.invoke(messages), found), found)
+    passage = "\n".join(document.page_content for document in found)
+    return Answer(with_citations(model.invoke(conversation(question, passage)), found), found)
 
 
 def main() -> None:

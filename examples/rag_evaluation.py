@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from langchain_core.documents import Document
-from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.vectorstores import VectorStore
 
 from examples.long_text import chapters
-from examples.rag import INSTRUCTION, ask, build_store
+from examples.rag import ask, build_store, conversation
 from langchain_adapter import ChatGemmaCoreML
 
 QUESTIONS = Path(__file__).parent / "data" / "genesis_questions.json"
@@ -73,7 +72,7 @@ def evaluate(model: ChatGemmaCoreML, store: VectorStore, asked: Sequence[Questio
     results = []
     for question in asked:
         answer = ask(model, store, question.question, passages)
-        bare = model.invoke([SystemMessage(INSTRUCTION), HumanMessage(f"Question: {question.question}")])
+        bare = model.invoke(conversation(question.question))
         results.append(Result(question, answer.passages, answer.message.text.strip(), bare.text.strip()))
     return results
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
 
 from langchain_adapter import ChatGemmaCoreML
 
@@ -22,10 +22,7 @@ REVIEWS = [
     "It arrived late, the box was torn, and one cup was in pieces.",
     "My children play with it every day; we are very happy.",
 ]
-EXAMPLES = (
-    "Say whether the customer is happy or angry. "
-    "Review: It works well, thank you. Mood: happy. Review: It never worked, I want my money back. Mood: angry."
-)
+EXAMPLES = {"It works well, thank you.": "happy", "It never worked, I want my money back.": "angry"}
 SCHEMA = {
     "title": "Mood",
     "type": "object",
@@ -44,7 +41,10 @@ class Worker:
 
     def mood(self, review: str) -> str:
         """happy or angry."""
-        answer: Any = self._mood.invoke([SystemMessage(EXAMPLES), HumanMessage(f"Review: {review}")])
+        messages: list[BaseMessage] = [SystemMessage("The assistant says whether the customer is happy or angry.")]
+        for example, mood in EXAMPLES.items():
+            messages += [HumanMessage(example), AIMessage(f'{{"mood": "{mood}"}}')]
+        answer: Any = self._mood.invoke([*messages, HumanMessage(review)])
         return str(answer["mood"])
 
 
