@@ -71,17 +71,27 @@ def run_model_gates(
 ) -> list[GateResult]:
     """Run the gates that need the model on an open one; those that need logits only if it gives them."""
     report = progress or _no_progress
-    manifest = runner.manifest
-    bitwise = runner.runtime_name in BITWISE_RUNTIMES and manifest.layout in BITWISE_LAYOUTS
-    bound = 0.0 if bitwise else MARGIN_BOUND
-    gates = [gate for gate in gates if manifest.head_output == "logits" or gate not in LOGIT_GATES]
-    subject = Subject(runner, bound, full)
+    gates = model_gates(runner.manifest, gates)
+    subject = subject_of(runner, full)
     results: list[GateResult] = []
     report("Gates", 0, len(gates))
     for gate in gates:
         results.append(run_gate(gate, subject))
         report("Gates", len(results), len(gates))
     return results
+
+
+def model_gates(
+    manifest: Manifest, gates: Sequence[Callable[[Subject], GateResult]] = MODEL_GATES
+) -> list[Callable[[Subject], GateResult]]:
+    """Those of `gates` that a bundle can be put through."""
+    return [gate for gate in gates if manifest.head_output == "logits" or gate not in LOGIT_GATES]
+
+
+def subject_of(runner: Runner, full: bool) -> Subject:
+    """An open model for the gates; equal bits are asked of runtimes and layouts that promise them."""
+    bitwise = runner.runtime_name in BITWISE_RUNTIMES and runner.manifest.layout in BITWISE_LAYOUTS
+    return Subject(runner, 0.0 if bitwise else MARGIN_BOUND, full)
 
 
 def run_gate(gate: Callable[[Subject], GateResult], subject: Subject) -> GateResult:

@@ -63,6 +63,11 @@ class Runner(ABC):
         """Widths of calls whose rows' logits can all be had in one head call, ascending."""
         return tuple(width for width in self.widths if width <= self.manifest.head_widths[-1])
 
+    @property
+    def packages(self) -> tuple[LoadedPackage, ...]:
+        """The layer packages in order, then the head."""
+        return (*self._layers, self._head)
+
     def make_states(self) -> States:
         """Empty states for a new session. Raises BundleError if they are not those of the manifest."""
         states = [package.make_state() for package in self._layers]
@@ -112,6 +117,9 @@ class Runner(ABC):
                 best, best_cost = (width,) * calls + ((rest,) if rest else ()), cost
         return best
 
+    def announce_prefill(self, first: int, end: int) -> None:
+        """Positions first .. end - 1 are about to be prefilled: tell the user if that is slower than one would expect."""
+
     @abstractmethod
     def run(self, states: States, slots: SlotTable, tokens: Sequence[int]) -> Float32:
         """Run `tokens` at the end of the session that `states` and `slots` describe; both are updated.
@@ -147,7 +155,7 @@ class Runner(ABC):
 
     def close(self) -> None:
         """Let go of the packages."""
-        for package in (*self._layers, self._head):
+        for package in self.packages:
             package.close()
 
 
