@@ -22,6 +22,7 @@ from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.slots import EMPTY, Geometry
 from llm_gemma_coreml.engine.speculation import Speculator
 from llm_gemma_coreml.errors import RequestError
+from llm_gemma_coreml.runtime import notices
 
 WINDOW = published.WINDOW
 TOLERANCE = 0.01
@@ -221,6 +222,18 @@ def test_speculation_by_ids_equals_plain_greedy(bundle: published.Bundle, exact:
     # Beyond the ring's end every round has one row, so that no round there had drafts.
     beyond = len(ids) + 40 - WINDOW
     assert statistics.rounds >= beyond
+
+
+@pytest.mark.parametrize(("ring", "length", "told"), [("exact", 100, 1), ("exact", 60, 0), ("as-published", 100, 0)])
+def test_a_prompt_that_runs_token_by_token_is_announced(bundle: published.Bundle, ring: RingMode, length: int, told: int) -> None:
+    texts: list[str] = []
+    notices.set_notify(texts.append)
+    try:
+        decode(opened(bundle, ring), random_ids(length), 1, None)
+    finally:
+        notices.set_notify(None)
+    assert len(texts) == told
+    assert all(text.startswith("68 tokens of the prompt lie beyond the ring of 32 and run one by one") for text in texts)
 
 
 def test_slots_show_what_the_author_shows() -> None:

@@ -69,6 +69,7 @@ class Decoding:
         request, session = self._request, self._session
         self._statistics.prompt_tokens = len(request.token_ids)
         self._statistics.cached_tokens = len(session)
+        session.runner.announce_prefill(len(session), len(request.token_ids))
         start = time.perf_counter()
         last = session.extend(request.token_ids[len(session) :], self._cancelled)
         self._statistics.prefill_seconds = time.perf_counter() - start
