@@ -14,6 +14,7 @@ from llm_gemma_coreml.engine.sampling import Sampler, TokenHistory
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.engine.speculation import Speculator, accept_drafts
 from llm_gemma_coreml.errors import GemmaCoreMLError
+from llm_gemma_coreml.runtime.notices import notify
 
 Float32 = NDArray[np.float32]
 Masks = list[NDArray[np.bool_] | None] | None
@@ -69,7 +70,8 @@ class Decoding:
         request, session = self._request, self._session
         self._statistics.prompt_tokens = len(request.token_ids)
         self._statistics.cached_tokens = len(session)
-        session.runner.announce_prefill(len(session), len(request.token_ids))
+        if notice := session.runner.prefill_notice(len(session), len(request.token_ids)):
+            notify(notice)
         start = time.perf_counter()
         last = session.extend(request.token_ids[len(session) :], self._cancelled)
         self._statistics.prefill_seconds = time.perf_counter() - start

@@ -19,7 +19,6 @@ from llm_gemma_coreml.engine.runner import Float32, Runner, States
 from llm_gemma_coreml.engine.slots import Geometry, SlotTable
 from llm_gemma_coreml.errors import BundleError, PackageError
 from llm_gemma_coreml.runtime.base import Array, Runtime, RuntimeOptions
-from llm_gemma_coreml.runtime.notices import notify
 
 _MANY_SINGLE_ROWS = 64
 _SLOTS: dict[str, type[PublishedSlots]] = {"exact": ExactSlots, "as-published": AsPublishedSlots}
@@ -58,14 +57,15 @@ class PublishedRunner(Runner):
         """Empty slots that follow the mode's rules."""
         return _SLOTS[self.mode.ring](self.geometry)
 
-    def announce_prefill(self, first: int, end: int) -> None:
+    def prefill_notice(self, first: int, end: int) -> str | None:
         ring = self.geometry.capacity
         alone = end - max(first, ring)
-        if self.mode.ring == "exact" and alone >= _MANY_SINGLE_ROWS:
-            notify(
-                f"{alone} tokens of the prompt lie beyond the ring of {ring} and run one by one, to be exact. "
-                "-o ring as-published runs them in blocks, and loses tokens."
-            )
+        if self.mode.ring != "exact" or alone < _MANY_SINGLE_ROWS:
+            return None
+        return (
+            f"{alone} tokens of the prompt lie beyond the ring of {ring} and run one by one, to be exact. "
+            "-o ring as-published runs them in blocks, and loses tokens."
+        )
 
     def run(self, states: States, slots: SlotTable, tokens: Sequence[int]) -> Float32:
         assert isinstance(slots, PublishedSlots)

@@ -117,8 +117,9 @@ class Runner(ABC):
                 best, best_cost = (width,) * calls + ((rest,) if rest else ()), cost
         return best
 
-    def announce_prefill(self, first: int, end: int) -> None:
-        """Positions first .. end - 1 are about to be prefilled: tell the user if that is slower than one would expect."""
+    def prefill_notice(self, first: int, end: int) -> str | None:
+        """What to tell the user before positions first .. end - 1 are prefilled, if that is slower than one would expect."""
+        return None
 
     @abstractmethod
     def run(self, states: States, slots: SlotTable, tokens: Sequence[int]) -> Float32:
