@@ -6,7 +6,7 @@ S and the length of the prefix view differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +94,9 @@ class FunctionEmitter:
         """x [S, K] times the transposed weight made of the tensors `parts` [N, K], in fp16: fp16 [S, N]."""
         weight = self._weights.linear(name, parts)
         values = self.constant(weight.values)
+        if weight.tables is not None:
+            tables = self.constant(weight.tables)
+            values = mb.constexpr_lut_to_dense(indices=values, lut=tables, name=f"{name}_weight")
         if weight.scales is not None:
             scales = self.constant(weight.scales)
             values = mb.constexpr_blockwise_shift_scale(data=values, scale=scales, name=f"{name}_weight")
@@ -108,9 +111,15 @@ class FunctionEmitter:
         """x as fp32."""
         return x if x.dtype.__name__ == "fp32" else mb.cast(x=x, dtype="fp32", name=f"{x.name}_fp32")
 
-    def add_residual(self, residual: Var, x: Var, name: str) -> Var:
-        """The residual stream, fp32, plus x."""
-        return mb.add(x=residual, y=self.single(x), name=name)
+    def add_between_norms(
+        self, hidden: Var, layer: int, norms: tuple[str, str], compute: Callable[[Var], Var], result: str
+    ) -> Var:
+        """Half of a decoder layer: the residual stream `hidden`, fp32 [S, H], plus the second norm of what `compute` makes
+        of the first norm of it."""
+        before, after = norms
+        normed = self.norm(hidden, f"layers.{layer}.{before}", f"layer_{layer}_{before}")
+        computed = self.norm(self.single(compute(normed)), f"layers.{layer}.{after}", f"layer_{layer}_{after}")
+        return mb.add(x=hidden, y=computed, name=result)
 
     def scaled(self, x: Var, tensor: str, name: str) -> Var:
         """fp32 x times the one number of the 1-D tensor."""
@@ -132,10 +141,25 @@ class FunctionEmitter:
         )
         return mb.concat(values=[rotated_first, rotated_second], axis=-1, name=name)
 
-    def heads(self, x: Var, shape: Sequence[int], perm: Sequence[int], name: str) -> Var:
-        """Reshape [S, heads * D] to `shape` (-1 for S) and transpose, so that heads come first."""
-        apart = mb.reshape(x=x, shape=list(shape), name=f"{name}_heads")
-        return mb.transpose(x=apart, perm=list(perm), name=name)
+    def queries(self, x: Var, layer: int, name: str) -> Var:
+        """Projected queries [S, heads * D] as `attention` wants them: normed, rotated, fp16 [KV, G, S, D]."""
+        kv_heads, head_dim = self.config.kv_heads(layer), self.config.head_dim(layer)
+        group = self.config.query_heads // kv_heads
+        apart = mb.reshape(x=self.single(x), shape=[-1, kv_heads, group, head_dim], name=f"{name}_q_heads")
+        heads = mb.transpose(x=apart, perm=[1, 2, 0, 3], name=f"{name}_q")
+        # The norm's weight carries the factor on the scores, so that they need no multiplication of their own.
+        normed = self.norm(heads, f"layers.{layer}.q_norm", f"{name}_q_norm", factor=self.query_factor(layer))
+        return self.half(self.rotary(normed, self.config.layer_types[layer], f"{name}_q_rotary"))
+
+    def kv_heads(self, x: Var, layer: int, name: str) -> Var:
+        """Projected keys or values [S, KV * D] with heads first: [KV, S, D]."""
+        shape = [-1, self.config.kv_heads(layer), self.config.head_dim(layer)]
+        return mb.transpose(x=mb.reshape(x=x, shape=shape, name=f"{name}_heads"), perm=[1, 0, 2], name=name)
+
+    def keys(self, heads: Var, layer: int, name: str) -> Var:
+        """fp32 keys [KV, S, D] as `attention` wants them: normed, rotated, fp16."""
+        normed = self.norm(heads, f"layers.{layer}.k_norm", f"{name}_k_norm")
+        return self.half(self.rotary(normed, self.config.layer_types[layer], f"{name}_k_rotary"))
 
     def query_factor(self, layer: int) -> float:
         """What queries must be multiplied by before `attention`."""

@@ -21,7 +21,10 @@ Float32 = NDArray[np.float32]
 SUPPORTED_FAMILIES = ("gemma3", "gemma4")
 SLIDING, FULL = "sliding", "full"
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-LAYER_NORMS = ("input_norm", "post_attention_norm", "pre_feedforward_norm", "post_feedforward_norm")
+ATTENTION_NORMS = ("input_norm", "post_attention_norm")
+"""Before and after the attention."""
+FEEDFORWARD_NORMS = ("pre_feedforward_norm", "post_feedforward_norm")
+LAYER_NORMS = (*ATTENTION_NORMS, *FEEDFORWARD_NORMS)
 HEAD_NORMS = ("q_norm", "k_norm")
 _CHUNK_BYTES = 16 << 20
 

@@ -7,42 +7,34 @@ from typing import Any
 from coremltools.converters.mil import Builder as mb  # noqa: N813
 
 from llm_gemma_coreml.convert.emit import FunctionEmitter
+from llm_gemma_coreml.convert.source import ATTENTION_NORMS, FEEDFORWARD_NORMS
 
 Var = Any
 
 
 def emit_layer(emitter: FunctionEmitter, hidden: Var, layer: int, result: str) -> Var:
     """One decoder layer on the residual stream `hidden`, fp32 [S, H]; the new stream is named `result`."""
-    tensors, name = f"layers.{layer}", f"layer_{layer}"
-    normed = emitter.norm(hidden, f"{tensors}.input_norm", f"{name}_input_norm")
-    attended = emitter.single(_attention(emitter, normed, layer, f"{name}_attention"))
-    attended = emitter.norm(attended, f"{tensors}.post_attention_norm", f"{name}_post_attention_norm")
-    hidden = emitter.add_residual(hidden, attended, f"{name}_attended")
-    normed = emitter.norm(hidden, f"{tensors}.pre_feedforward_norm", f"{name}_pre_feedforward_norm")
-    fed = emitter.single(emitter.gated_mlp(normed, layer, f"{name}_mlp"))
-    fed = emitter.norm(fed, f"{tensors}.post_feedforward_norm", f"{name}_post_feedforward_norm")
-    return emitter.add_residual(hidden, fed, result)
+    name = f"layer_{layer}"
+
+    def attention(normed: Var) -> Var:
+        return _attention(emitter, normed, layer, f"{name}_attention")
+
+    def mlp(normed: Var) -> Var:
+        return emitter.gated_mlp(normed, layer, f"{name}_mlp")
+
+    hidden = emitter.add_between_norms(hidden, layer, ATTENTION_NORMS, attention, f"{name}_attended")
+    return emitter.add_between_norms(hidden, layer, FEEDFORWARD_NORMS, mlp, result)
 
 
 def _attention(emitter: FunctionEmitter, normed: Var, layer: int, name: str) -> Var:
     """normed fp32 [S, H] -> fp16 [S, H]."""
-    config = emitter.config
-    kind, tensors = config.layer_types[layer], f"layers.{layer}"
+    config, tensors = emitter.config, f"layers.{layer}"
     kv_heads, head_dim = config.kv_heads(layer), config.head_dim(layer)
-    group = config.query_heads // kv_heads
     joined = emitter.linear(normed, [f"{tensors}.{part}" for part in "qkv"], f"{name}_qkv")
-    sizes = [config.query_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    sizes = [heads * head_dim for heads in (config.query_heads, kv_heads, kv_heads)]
     query, key, value = mb.split(x=joined, split_sizes=sizes, axis=-1, name=f"{name}_parts")
-
-    query = emitter.heads(emitter.single(query), [-1, kv_heads, group, head_dim], [1, 2, 0, 3], f"{name}_q")
-    # The norm's weight carries the factor on the scores, so that they need no multiplication of their own.
-    query = emitter.norm(query, f"{tensors}.q_norm", f"{name}_q_norm", factor=emitter.query_factor(layer))
-    query = emitter.half(emitter.rotary(query, kind, f"{name}_q_rotary"))
-
-    key = emitter.heads(emitter.single(key), [-1, kv_heads, head_dim], [1, 0, 2], f"{name}_k")
-    key = emitter.norm(key, f"{tensors}.k_norm", f"{name}_k_norm")
-    key = emitter.half(emitter.rotary(key, kind, f"{name}_k_rotary"))
-
-    value = emitter.heads(value, [-1, kv_heads, head_dim], [1, 0, 2], f"{name}_v")
+    query = emitter.queries(query, layer, name)
+    key = emitter.keys(emitter.kv_heads(emitter.single(key), layer, f"{name}_k"), layer, name)
+    value = emitter.kv_heads(value, layer, f"{name}_v")
     mixed = emitter.attention(query, key, value, layer, name)
     return emitter.linear(mixed, [f"{tensors}.o"], f"{name}_o")

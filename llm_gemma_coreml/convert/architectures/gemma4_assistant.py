@@ -37,12 +37,8 @@ def emit_assistant(emitter: FunctionEmitter, embedding: Var, hidden: Var, source
 
 def _attention(emitter: FunctionEmitter, normed: Var, layer: int, sources: Mapping[str, int], name: str) -> Var:
     """normed fp32 [S, H] -> fp16 [S, H]."""
-    config = emitter.config
-    kind, tensors = config.layer_types[layer], f"layers.{layer}"
-    kv_heads, head_dim = config.kv_heads(layer), config.head_dim(layer)
-    query = emitter.single(emitter.linear(normed, [f"{tensors}.q"], f"{name}_q_proj"))
-    query = emitter.heads(query, [-1, kv_heads, config.query_heads // kv_heads, head_dim], [1, 2, 0, 3], f"{name}_q")
-    query = emitter.norm(query, f"{tensors}.q_norm", f"{name}_q_norm", factor=emitter.query_factor(layer))
-    query = emitter.half(emitter.rotary(query, kind, f"{name}_q_rotary"))
+    tensors = f"layers.{layer}"
+    query = emitter.queries(emitter.linear(normed, [f"{tensors}.q"], f"{name}_q_proj"), layer, name)
+    kind = emitter.config.layer_types[layer]
     mixed = emitter.attention_to(query, sources[kind], kind, name)
     return emitter.linear(mixed, [f"{tensors}.o"], f"{name}_o")
