@@ -421,3 +421,28 @@ def test_recipes_survive_a_cache(tmp_path: Path) -> None:
         again = from_json(json.loads(json.dumps(to_json(recipe))))
         assert again == recipe
         np.testing.assert_array_equal(evaluate(again, reader), evaluate(recipe, WeightReader(path)))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 16), (2, 3, 5, 16)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_rotary_embedding_is_one_operator_and_nothing_like_it_is(tmp_path: Path, shape: tuple[int, ...], swapped: bool) -> None:
+    """Against numpy; with the terms of the second half exchanged it is another function, and left as it is."""
+    rng = np.random.default_rng(0)
+    x, cos, sin = (rng.normal(0, 1, size).astype(np.float32) for size in (shape, (5, 8), (5, 8)))
+
+    def build(x: Any, cos: Any, sin: Any) -> Any:
+        a, b = mb.split(x=x, num_splits=2, axis=-1)
+        other = (cos, sin) if swapped else (sin, cos)
+        first = mb.sub(x=mb.mul(x=a, y=cos), y=mb.mul(x=b, y=sin))
+        second = mb.add(x=mb.mul(x=b, y=other[1]), y=mb.mul(x=a, y=other[0]))
+        return mb.concat(values=[first, second], axis=-1)
+
+    feeds = {"x": x, "cos": cos, "sin": sin}
+    path = save_program(build, feeds, tmp_path / "rotary.mlpackage")
+    (result,) = run_package(path, feeds)
+    a, b = x[..., :8], x[..., 8:]
+    other = (cos, sin) if swapped else (sin, cos)
+    expected = np.concatenate([a * cos - b * sin, b * other[1] + a * other[0]], axis=-1)
+    np.testing.assert_allclose(result, expected, atol=1e-6)
+    operators = [node.op_type for node in translate_package(path).model.graph.node]
+    assert operators.count("RotaryEmbedding") == (0 if swapped else 1)

@@ -217,7 +217,7 @@ class PortableFunction:
             feeds.update(attention)
             for name, key in compiled.state_inputs.items():
                 feeds[key] = own.buffers()[name]
-        results = self._model.run(feeds)
+        results = self._model.run(feeds, rows=compiled.rows)
         if own is not None:
             for name, start in starts.items():
                 own.write_rows(name, start, results[f"{name}/new"])

@@ -16,6 +16,9 @@ from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
 from llm_gemma_coreml.runtime.portable.compiled import CompiledModel
 from llm_gemma_coreml.runtime.portable.recipes import WeightReader, WeightRecipe, evaluate
 
+_WIDE = 64
+"""Rows of a call whose intermediate values are large (prefill)."""
+
 
 def default_threads() -> int:
     """Compute threads when none are asked for: the processors this process may use, at most 8."""
@@ -55,13 +58,23 @@ class OnnxModel:
         _return_freed_memory()
         self.inputs = frozenset(item.name for item in self._session.get_inputs())
         self._outputs = [item.name for item in self._session.get_outputs()]
+        self._rows = 0
+        self._shrinking = onnxruntime.RunOptions()
+        self._shrinking.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name. Arrays are passed without a copy; they must be contiguous."""
+    def run(self, feeds: Mapping[str, Array], *, rows: int = 0) -> dict[str, Array]:
+        """All outputs by name. Arrays are passed without a copy; they must be contiguous.
+
+        rows: of this call. The first narrow call after wide ones gives back the memory that only those needed.
+        """
+        shrinks = rows < _WIDE <= self._rows
+        self._rows = rows
         try:
-            results = self._session.run(self._outputs, dict(feeds))
+            results = self._session.run(self._outputs, dict(feeds), self._shrinking if shrinks else None)
         except Exception as error:
             raise GemmaCoreMLError(f"ONNX Runtime failed in a translated function: {error}") from error
+        if shrinks:
+            _return_freed_memory()
         return dict(zip(self._outputs, results, strict=True))
 
 

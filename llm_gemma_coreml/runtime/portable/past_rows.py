@@ -6,11 +6,13 @@ scores, 128 slots for weighted sums, which are then added in slot order. n is th
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 
 from llm_gemma_coreml.runtime.portable.attention import AttentionPlan
 from llm_gemma_coreml.runtime.portable.block_inputs import keys_per_product, past_input
-from llm_gemma_coreml.runtime.portable.graph import MICROSOFT, GraphBuilder
+from llm_gemma_coreml.runtime.portable.graph import MICROSOFT, Dimensions, GraphBuilder
 
 FLOAT = onnx.TensorProto.FLOAT
 
@@ -18,10 +20,10 @@ FLOAT = onnx.TensorProto.FLOAT
 class _PastRows:
     def __init__(self, graph: GraphBuilder, plan: AttentionPlan, state: str, pieces: str, together: int | str) -> None:
         self._graph = graph
-        shape = [1, pieces, together, plan.head_dim]
+        shape: Dimensions = [1, pieces, together, plan.head_dim]
         self._heads = [graph.add_input(past_input(state, head), FLOAT, shape) for head in range(plan.kv_heads)]
 
-    def _products(self, operator: str, left: str, domain: str = "", **attributes: int) -> str:
+    def _products(self, operator: str, left: str, domain: str = "", **attributes: Any) -> str:
         """left [KV, ...] times each head's rows."""
         count = len(self._heads)
         parts = [left] if count == 1 else self._graph.emit_many("Split", [left], count, axis=0, num_outputs=count)

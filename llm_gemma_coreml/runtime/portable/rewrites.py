@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from llm_gemma_coreml.bundle.program import Constant, Function, Operation
 from llm_gemma_coreml.runtime.portable.context import Claim, Context
+from llm_gemma_coreml.runtime.portable.graph import MICROSOFT
 
 
 class _Uses:
@@ -148,11 +149,80 @@ class _NormEmitter:
             weight = graph.constant(np.ones(norm.size, np.float32))
         else:
             weight = graph.reshape(context.tensor(norm.weight), [norm.size])
-        result = graph.emit(
-            "SimplifiedLayerNormalization", [context.tensor(norm.x), weight], axis=-1, epsilon=norm.epsilon
-        )
+        result = graph.emit("SimplifiedLayerNormalization", [context.tensor(norm.x), weight], axis=-1, epsilon=norm.epsilon)
         context.define(norm.output, result)
 
 
-BUILT_IN = (RmsNorm(),)
+@dataclass(frozen=True)
+class _Rotation:
+    x: str
+    cosines: str
+    sines: str
+    output: str
+    rank: int
+    operations: frozenset[str]
+
+
+class Rotary:
+    """Halves (a, b) of the last axis turned into (a * cos - b * sin, b * cos + a * sin): RotaryEmbedding.
+
+    x is [..., S, D] of rank 3 or 4, cosines and sines are [S, D / 2]. Rows are independent of each other bit by bit.
+    """
+
+    def claims(self, function: Function) -> list[Claim]:
+        """The rotations of the function."""
+        uses = _Uses(function)
+        found = [turn for op in function.operations if op.type == "concat" and (turn := self._match(uses, op))]
+        positions: dict[tuple[str, int], str] = {}
+        return [Claim(turn.operations, _RotationEmitter(turn, positions)) for turn in found]
+
+    def _match(self, uses: _Uses, joined: Operation) -> _Rotation | None:
+        values = joined.inputs.get("values", ())
+        axis, rank = uses.number(joined, "axis"), len(joined.outputs[0][1].shape)
+        if len(values) != 2 or axis not in (-1, rank - 1) or rank not in (3, 4):
+            return None
+        first, second = uses.single(values[0], "sub"), uses.single(values[1], "add")
+        if first is None or second is None:
+            return None
+        terms = [uses.single(uses.argument(op, key), "mul") for op in (first, second) for key in ("x", "y")]
+        pairs = [None if term is None else (uses.argument(term, "x"), uses.argument(term, "y")) for term in terms]
+        if any(pair is None or not all(isinstance(item, str) for item in pair) for pair in pairs):
+            return None
+        (a, cosines), (b, sines) = pairs[0], pairs[1]  # type: ignore[misc]
+        halves = uses.producer.get(str(a))
+        if pairs[2:] != [(b, cosines), (a, sines)] or halves is None or halves.type != "split":
+            return None
+        if [name for name, _ in halves.outputs] != [a, b] or uses.count[str(a)] != 2 or uses.count[str(b)] != 2:
+            return None
+        shapes = [kind.shape for name, kind in halves.outputs]
+        x = uses.argument(halves, "x")
+        angles = [uses.function.inputs.get(str(name)) for name in (cosines, sines)]
+        whole = shapes[0] == shapes[1] and shapes[0][:-1] == joined.outputs[0][1].shape[:-1]
+        if not isinstance(x, str) or not whole or any(kind is None or kind.shape != shapes[0][-2:] for kind in angles):
+            return None
+        operations = {joined.name, first.name, second.name, halves.name, *(term.name for term in terms if term)}
+        return _Rotation(x, str(cosines), str(sines), joined.outputs[0][0], rank, frozenset(operations))
+
+
+class _RotationEmitter:
+    """Emits one RotaryEmbedding; the row numbers that it wants as positions are shared."""
+
+    def __init__(self, turn: _Rotation, positions: dict[tuple[str, int], str]) -> None:
+        self.turn = turn
+        self.positions = positions
+
+    def __call__(self, context: Context) -> None:
+        graph, turn = context.graph, self.turn
+        x, cosines, sines = (context.tensor(name) for name in (turn.x, turn.cosines, turn.sines))
+        heads = context.type_of(turn.x).shape[0]
+        key = (turn.cosines, heads)
+        if key not in self.positions:
+            zero, one = graph.constant(0, "int64"), graph.constant(1, "int64")
+            rows = graph.emit("Range", [zero, graph.squeeze(graph.dimension(cosines, 0), [0]), one])
+            self.positions[key] = graph.emit("Concat", [graph.unsqueeze(rows, [0])] * heads, axis=0)
+        inputs = [x, self.positions[key], cosines, sines]
+        context.define(turn.output, graph.emit("RotaryEmbedding", inputs, MICROSOFT))
+
+
+BUILT_IN = (RmsNorm(), Rotary())
 """Rewrites that every translation uses, after those that it is given."""
