@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from langchain_adapter.chat_model import ChatGemmaCoreML
+    from langchain_adapter.citations import with_citations
+    from langchain_adapter.embeddings import MiniLMEmbeddings
+    from langchain_adapter.encoding import gemma_encoding
     from langchain_adapter.registration import register
+    from langchain_adapter.tokenizer import GemmaCoreMLTokenizer
 
 _HOMES = {
     "ChatGemmaCoreML": "chat_model",
+    "GemmaCoreMLTokenizer": "tokenizer",
+    "MiniLMEmbeddings": "embeddings",
+    "gemma_encoding": "encoding",
     "register": "registration",
+    "with_citations": "citations",
 }
-__all__ = ["ChatGemmaCoreML", "register"]
+__all__ = ["ChatGemmaCoreML", "GemmaCoreMLTokenizer", "MiniLMEmbeddings", "gemma_encoding", "register", "with_citations"]
 
 
 def __getattr__(name: str) -> Any:

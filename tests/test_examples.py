@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 
 from examples import agent, agent_tools, graph, map_reduce, web
 from langchain_adapter import ChatGemmaCoreML
@@ -136,11 +138,12 @@ def test_graph(model: ChatGemmaCoreML) -> None:
     compiled = graph.make_graph(model)
     config = {"configurable": {"thread_id": "1"}}
     state = compiled.invoke({"messages": [HumanMessage("What does the cheese cost?")]}, config)
-    assert state["topic"] == "price"
+    assert state["place"] == "shop"
     assert calls_and_results(state["messages"])[0] == "price_of"
     assert compiled.get_state(config).values["messages"] == state["messages"]
     other = compiled.invoke({"messages": [HumanMessage("Who painted the Mona Lisa?")]}, {"configurable": {"thread_id": "2"}})
-    assert other["topic"] in ("price", "other")
+    assert other["place"] == "school"
+    assert not any(isinstance(message, ToolMessage) for message in other["messages"])
     assert other["messages"][-1].text.strip()
 
 
@@ -156,37 +159,47 @@ def test_web_handler_streams(model: ChatGemmaCoreML) -> None:
     assert events[-1].startswith("event: done\ndata: {")
 
 
-async def test_a_client_that_leaves_ends_its_answer(bundle: str) -> None:
-    model = ChatGemmaCoreML(model=bundle, max_tokens=2000)
+class EndlessModel:
+    """Stands for a model whose answer never ends."""
+
+    closed = False
+
+    async def astream(self, messages: list[Any]) -> AsyncIterator[AIMessageChunk]:
+        try:
+            while True:
+                yield AIMessageChunk("more ")
+                await asyncio.sleep(0.001)
+        finally:
+            self.closed = True
+
+
+async def test_a_client_that_leaves_ends_its_answer() -> None:
+    model = EndlessModel()
+    left = asyncio.Event()
     pieces = 0
-    received = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive() -> dict[str, Any]:
-        while not received:
-            import asyncio
-
-            await asyncio.sleep(0.01)
-        return received.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: dict[str, Any]) -> None:
         nonlocal pieces
         pieces += message["type"] == "http.response.body"
         if pieces == 3:
-            received.append({"type": "http.disconnect"})
+            left.set()
 
-    scope = {"type": "http", "method": "GET", "path": "/ask", "query_string": b"question=Count+to+a+thousand.", "headers": []}
-    scope |= {"asgi": {"version": "3.0", "spec_version": "2.1"}, "http_version": "1.1"}
-    await web.make_app(model)(scope, receive, send)  # type: ignore[arg-type]
-    assert pieces < 200
-    # The engine is free again at once: it does not write the rest.
-    assert (await model.ainvoke([HumanMessage("Hi")], max_tokens=1)).usage_metadata["output_tokens"] <= 1  # type: ignore[index]
+    scope = {"type": "http", "method": "GET", "path": "/ask", "query_string": b"question=x", "headers": [], "root_path": ""}
+    handler = web.make_app(model)  # type: ignore[arg-type]
+    await asyncio.wait_for(handler({**scope, "asgi": {"version": "3.0"}}, receive, send), timeout=20)  # type: ignore[arg-type]
+    gc.collect()
+    await asyncio.sleep(0)
+    assert model.closed
 
 
-def test_ray(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray(bundle: str) -> None:
     pytest.importorskip("ray", reason="ray is not installed (extra `ray`)")
     from examples import ray_batch
 
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     found = ray_batch.moods(ray_batch.REVIEWS[:2], bundle)
     assert len(found) == 2
     assert set(found) <= {"happy", "angry"}
