@@ -36,7 +36,10 @@ _DTYPES: dict[str, Any] = {
     "int32": np.int32,
     "int8": np.int8,
     "int4": types.np_int4_dtype,
+    "uint4": types.np_uint4_dtype,
 }
+_UNPACKED: dict[str, Any] = {"int4": np.int8, "uint4": np.uint8}
+"""In what the values of the small types come."""
 
 EmitBody = Callable[[dict[str, Any]], Any]
 """Emits the operations of a function, given its inputs and states by name; returns its output."""
@@ -166,7 +169,7 @@ class _StreamingExporter(MILProtoExporter):  # type: ignore[misc]
 def _write_blob(writer: Any, tensor: StoredTensor) -> int:
     """Append the tensor to the weight file; returns the offset of its header."""
     values = tensor.load()
-    expected = np.dtype(np.int8 if tensor.dtype == "int4" else _DTYPES[tensor.dtype])
+    expected = np.dtype(_UNPACKED.get(tensor.dtype, _DTYPES[tensor.dtype]))
     assert values.shape == tensor.shape, f"{values.shape} loaded, {tensor.shape} declared"
     assert values.dtype == expected, f"{values.dtype} loaded, {expected} declared"
     flat = np.ascontiguousarray(values).reshape(-1)
@@ -177,6 +180,8 @@ def _write_blob(writer: Any, tensor: StoredTensor) -> int:
             return int(writer.write_float_data(flat))
         case "int4":
             return int(writer.write_int4_data(flat))
+        case "uint4":
+            return int(writer.write_uint4_data(flat))
         case "int32":
             return int(writer.write_int32_data(flat))
         case _:

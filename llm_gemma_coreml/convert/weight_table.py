@@ -22,7 +22,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: str
-    """"float16", "float32", "int32", "int8" or "int4" (values then come as int8)."""
+    """"float16", "float32", "int32", "int8", "int4" (values then come as int8) or "uint4" (as uint8)."""
     load: Callable[[], NDArray[Any]]
 
 
@@ -36,6 +36,8 @@ class LinearWeight:
     """Id of the int8/int4 values, or of the fp16 weight."""
     scales: str | None
     """Id of the fp16 scales [rows, columns / 32]; None for a plain fp16 weight."""
+    tables: str | None = None
+    """Id of the fp16 tables [groups of rows, 1, 16, 1] into which `values` are then 4-bit indices (see palettise.py)."""
 
 
 class WeightTable:
