@@ -201,6 +201,35 @@ def test_stdout_and_stderr_of_a_real_process(child: ChildLlm) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_piped_chat_in_a_real_process(child: ChildLlm) -> None:
+    done = child.run("chat", "-m", "coreml/quick", text="Hello\nquit\n")
+    assert done.returncode == 0, done.stderr
+    assert "yes" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_long_fragment_and_no_stream_in_a_real_process(child: ChildLlm, tmp_path: Path) -> None:
+    long_file = tmp_path / "long.txt"
+    long_file.write_text("All work and no play. " * 300)
+    done = child.run("-m", "coreml/quick", "-f", str(long_file), "What is it?", "--no-stream")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "yes\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-m", "coreml/quick", "Hello", "-o", "temperature", "hot"], "temperature"),
+        (["-m", "coreml/gone", "Hello"], "coreml/gone"),
+    ],
+)
+def test_errors_of_a_real_process_are_on_stderr(child: ChildLlm, arguments: list[str], said: str) -> None:
+    done = child.run(*arguments)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_closed_pipe_is_no_traceback(child: ChildLlm) -> None:
     process = child.start("-m", "coreml/slow", "Go on")
     assert process.stdin is not None

@@ -266,6 +266,9 @@ def test_names_with_dots_dashes_colons() -> None:
         ('(city=<|"|>Oslo<|"|>)', {"city": "Oslo"}),
         ('city:<|"|>Oslo<|"|>}', {"city": "Oslo"}),
         ("{city:'Oslo'}", {"city": "Oslo"}),
+        ("{'city':'<|\"|>Oslo<|\"|>'}", {"city": "Oslo"}),
+        ("{'city':'<|\"|><|\"|>'}", {"city": ""}),
+        ("{'city': '<|\"|>Oslo<|\"|>,days:3}", {"city": "Oslo", "days": 3}),
         ("", {}),
     ],
 )
@@ -293,6 +296,14 @@ def test_what_cannot_be_read_is_shown_with_a_warning(text: str) -> None:
     events = made.feed(ids(gemma4_tokenizer(), f"Well:<|tool_call>{text}<tool_call|> bye")) + made.finish()
     assert values(events) == [("text", f"Well:\n{text}"), ("warning",), ("text", " bye")]
     assert any(isinstance(event, WarningEvent) and "could not be read" in event.message for event in events)
+
+
+@pytest.mark.parametrize("bad", ["call:", "call:get_weather", "call:other", "call:other(", "nonsense", ":"])
+def test_a_bad_call_swallows_no_later_one(bad: str) -> None:
+    good = '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>}<tool_call|>'
+    for reply in (f"<|tool_call>{bad}<tool_call|>{good}", f"<|tool_call>{bad}{good}"):
+        events = parse(reply)
+        assert json.loads(events[-1][3]) == {"city": "Oslo"}
 
 
 def test_a_readable_call_of_an_undeclared_tool_is_passed_on_with_a_warning() -> None:

@@ -24,6 +24,8 @@ _LOOSE_HEAD = re.compile(r"\s*(?:call\b)?\s*:?\s*")
 _SPACE = re.compile(r"\s*")
 _BARE = re.compile(rf"[^,{{}}\[\]()\s\"{QUOTE}](?:[^,{{}}\[\]{QUOTE}\"]*[^,{{}}\[\]\s{QUOTE}\"])?")
 _KEY = re.compile(rf"[^:={{}}\[\](),\s\"'{QUOTE}][^:={{}}\[\](),\"{QUOTE}]*")
+_SINGLE_QUOTED_KEY = re.compile(rf"'([^'{QUOTE}]+)'(?=\s*[:=])")
+_TWICE_QUOTED = re.compile(rf"'\s*{QUOTE}([^{QUOTE}]*){QUOTE}\s*'?(?=\s*(?:[,}}\])]|$))")
 
 
 class CallSyntaxError(ValueError):
@@ -149,7 +151,8 @@ class _Reader:
         if character == '"':
             return self._json_string()
         if character == "'" and self._lenient:
-            return self._single_quoted()
+            twice = self._twice_quoted()
+            return self._single_quoted() if twice is None else twice
         return self._bare()
 
     def _members(self, schema: Any, depth: int, closing: str) -> dict[str, Any]:
@@ -193,6 +196,9 @@ class _Reader:
             key = self._until_quote()
         elif character == '"':
             key = self._json_string()
+        elif self._lenient and (quoted := _SINGLE_QUOTED_KEY.match(self.text, self.position)):
+            key = quoted.group(1)
+            self.position = quoted.end()
         else:
             match = _KEY.match(self.text, self.position)
             if match is None:
@@ -231,6 +237,14 @@ class _Reader:
         except ValueError as error:
             raise CallSyntaxError("a string cannot be read") from error
         return str(value).replace(QUOTE, '"')
+
+    def _twice_quoted(self) -> str | None:
+        """A string whose quote tokens stand in single quotes of their own, the last of which may be missing."""
+        match = _TWICE_QUOTED.match(self.text, self.position)
+        if match is None:
+            return None
+        self.position = match.end()
+        return match.group(1)
 
     def _single_quoted(self) -> str:
         match = re.compile(r"'((?:[^'\\]|\\.)*)'(?=\s*(?:[,}\])]|$))", re.DOTALL).match(self.text, self.position)
@@ -273,7 +287,7 @@ class _Reader:
         if not self._keys:
             return len(self.text)
         names = "|".join(re.escape(key) for key in self._keys)
-        match = re.compile(rf"\s*,\s*[\"{QUOTE}]?(?:{names})[\"{QUOTE}]?\s*[:=]").search(self.text, position)
+        match = re.compile(rf"\s*,\s*[\"'{QUOTE}]?(?:{names})[\"'{QUOTE}]?\s*[:=]").search(self.text, position)
         return match.start() if match else len(self.text)
 
     def _peek(self) -> str:
