@@ -8,7 +8,7 @@ import pytest
 from cogapp import Cog
 
 PROJECT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/plan.md")
+PAGES = ("README.md", "docs/plan.md", "docs/models.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
