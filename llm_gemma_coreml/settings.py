@@ -21,7 +21,9 @@ class GenerationSettings(BaseModel):
         le=10,
         default=None,
     )
-    top_k: int | None = Field(description="Draw only from this many of the most likely tokens; default from the bundle", ge=1, default=None)
+    top_k: int | None = Field(
+        description="Draw only from this many of the most likely tokens; default from the bundle", ge=1, default=None
+    )
     top_p: float | None = Field(
         description="Draw only from the most likely tokens that together have this probability; default from the bundle",
         gt=0,
