@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 
@@ -17,6 +22,19 @@ from llm_gemma_coreml.chat.messages import ReplyEvent
 from llm_gemma_coreml.engine.request import GenerationStatistics
 from llm_gemma_coreml.engine.stream import AsyncTokenStream, TokenStream
 from llm_gemma_coreml.loaded import LoadedBundle
+
+_PREPARING = ThreadPoolExecutor(2, "prepare answers")
+"""Few threads: each one that waits for the interpreter may keep the event loop from it for 5 ms."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+    """The result of a function that takes milliseconds, or opens a bundle, without blocking the event loop."""
+    context = contextvars.copy_context()
+    call = partial(context.run, function, *arguments, **keywords)
+    return await asyncio.get_running_loop().run_in_executor(_PREPARING, call)
 
 
 @dataclass

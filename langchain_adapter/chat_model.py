@@ -10,7 +10,7 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.language_models.model_profile import ModelProfile
-from langchain_core.messages import AIMessage, BaseMessage, convert_to_messages
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, convert_to_messages
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -144,7 +144,7 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         with as_langchain_errors():
-            answer = await asyncio.to_thread(self._prepare, messages, stop, kwargs)
+            answer = await answering.in_thread(self._prepare, messages, stop, kwargs)
             message = await answer.amessage()
         return ChatResult(generations=[ChatGeneration(message=message)])
 
@@ -167,7 +167,7 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         with as_langchain_errors():
-            answer = await asyncio.to_thread(self._prepare, messages, stop, kwargs)
+            answer = await answering.in_thread(self._prepare, messages, stop, kwargs)
             async for chunk in answer.achunks():
                 yield ChatGenerationChunk(message=chunk)
 
@@ -195,6 +195,20 @@ class ChatGemmaCoreML(GenerationSettings, BaseChatModel):
         if self.profile is None and model in (None, self.model):  # the bundle was built only now
             self.profile = self._resolve_model_profile()
         return opened
+
+    def load(self, structured: bool = False) -> None:
+        """Open the bundle now, and compute a few tokens, so that the first answer is as fast as the others.
+
+        structured: also make the table of the vocabulary that schemas and tools need. Servers call this before their
+        event loop runs: native code that is entered once (the table, the runtime's sessions) lets no other thread run
+        while it works, and so would keep the loop waiting although it runs in a thread of its own.
+        """
+        with as_langchain_errors():
+            opened = self._opened()
+            if structured:
+                opened.chat.prepare_grammars()
+            warm_up = "Warm up. " * (2 * max(opened.chat.manifest.widths) // 3)
+            answering.prepare(opened, self._call([HumanMessage(warm_up)], None, {"max_tokens": 8}), blocks=False).message()
 
     # Tools and schemas
 

@@ -84,6 +84,7 @@ class Chat:
         parallel_calls: False allows one call per reply. schema: a JSON schema that the reply must satisfy.
         Raises RequestError for what cannot be asked.
         """
+        no_calls = tool_choice == "none" and bool(tools)
         tools = chosen_tools(tools, tool_choice)
         for tool in tools:
             check_schema(tool.parameters, f"The schema of tool {tool.name!r}")
@@ -91,13 +92,14 @@ class Chat:
         ids = self._token_ids(messages, tools, thinking, schema)
         in_reasoning = self._ends_in_reasoning(ids)
         must_call = tool_choice not in ("auto", "none")
+        most_calls = 0 if no_calls else MAX_PARALLEL_CALLS if parallel_calls else 1
         return Prompt(
             token_ids=tuple(ids),
             stop_ids=self.stop_ids,
             stop_strings=transcript.stop_strings(tools) if self.kind == "transcript" else (),
             starts_in_reasoning=in_reasoning,
             tools=tools,
-            constraint=self._constraint(tools, must_call, parallel_calls, checked, thinking, in_reasoning),
+            constraint=self._constraint(tools, must_call, most_calls, checked, thinking, in_reasoning),
             schema=schema,
         )
 
@@ -126,6 +128,13 @@ class Chat:
         """The token ids of `prompt` with these arguments, `<bos>` included, without making a grammar."""
         return self._token_ids(messages, chosen_tools(tools, tool_choice), thinking, schema)
 
+    def prepare_grammars(self) -> None:
+        """Make the table of the vocabulary that grammars need, which takes a second or so, before it is needed.
+
+        Raises MissingDependencyError without llguidance.
+        """
+        self._compiler.prepare()
+
     def reply_parser(self, prompt: Prompt, stop: Sequence[str] = ()) -> ReplyParser:
         """A parser for the reply to `prompt`; stop: strings that end the visible text."""
         return ReplyParser(self.tokenizer, prompt, stop, transcript=self.kind == "transcript")
@@ -153,12 +162,13 @@ class Chat:
         self,
         tools: Sequence[Tool],
         must_call: bool,
-        parallel_calls: bool,
+        most_calls: int,
         schema: Mapping[str, Any] | None,
         thinking: bool,
         in_reasoning: bool,
     ) -> TokenConstraint | None:
-        if schema is None and not tools:
+        forbids_calls = self.kind == "gemma4" and most_calls == 0  # other models' calls are text, and stay it
+        if schema is None and not tools and not forbids_calls:
             return None
         if self.manifest.head_output != "logits":
             if schema is not None:
@@ -166,14 +176,13 @@ class Chat:
             if must_call:
                 require_logits(self.manifest, "forcing a tool call", "tools that the model may choose to call")
             return None
-        calls = MAX_PARALLEL_CALLS if parallel_calls else 1
         if schema is None and not must_call and not has_llguidance():
             return None  # calls are only checked after they are written
         if self.kind == "gemma4":
-            grammar = gemma4_grammar(self.tokenizer, tools, must_call, calls, schema, thinking, in_reasoning)
+            grammar = gemma4_grammar(self.tokenizer, tools, must_call, most_calls, schema, thinking, in_reasoning)
         else:
             build = transcript_grammar if self.kind == "transcript" else json_grammar
-            grammar = build(tools, must_call, calls, schema)
+            grammar = build(tools, must_call, most_calls, schema)
         what = "the JSON schema" if schema is not None else "the schemas of the tools"
         return self._compiler.constraint(grammar, what)
 

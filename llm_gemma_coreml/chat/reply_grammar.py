@@ -53,7 +53,7 @@ def gemma4_grammar(
     else:
         beginning = "thought? " if thinking else ""
     rules.append(f"thought: {control['<|channel>']} TEXT? {control['<channel|>']}")
-    rules.append(f"call: {' | '.join(calls)}" if calls else "")
+    rules += [f"call: {' | '.join(calls)}"] if calls else []
     many_calls = f"call{{1,{most_calls}}}"
     if schema is not None:
         rules.append(f"answer: %json {for_grammar(schema)}")
@@ -61,7 +61,7 @@ def gemma4_grammar(
     elif must_call:
         body = many_calls
     else:
-        body = "TEXT? (call TEXT?)?" if most_calls == 1 else "TEXT? (call TEXT?)*"
+        body = {0: "TEXT?", 1: "TEXT? (call TEXT?)?"}.get(most_calls, "TEXT? (call TEXT?)*")
     return "\n".join(["%llguidance {}", f"start: {beginning}{body}", *rules]) + "\n"
 
 

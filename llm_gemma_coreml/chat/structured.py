@@ -118,6 +118,10 @@ class GrammarCompiler:
         constraint.masks(())  # fails here, before anything is computed, if no reply at all satisfies the grammar
         return constraint
 
+    def prepare(self) -> None:
+        """Build the tokenizer's trie now. Raises MissingDependencyError without llguidance."""
+        self._trie()
+
     def _trie(self) -> Any:
         with self._lock:
             if self._built is None:
