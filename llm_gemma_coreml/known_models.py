@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 QUICK_START = "gemma3-270m-base"
-ANYWHERE, MAC_ONLY = "Mac, Linux", "Mac only"
+ANYWHERE, BEST_ON_A_MAC = "Mac, Linux", "Mac (elsewhere slowly, with much more memory)"
 _GEMMA_TERMS = "Gemma Terms of Use (https://ai.google.dev/gemma/terms)"
 _APACHE = "Apache-2.0"
 _CONVERT_EXTRAS = "pip install 'llm-gemma-coreml[convert,download]'"
@@ -86,7 +86,7 @@ KNOWN_MODELS = (
         kind="published",
         repository="okayuji/gemma-4-12b-it-coreml-128k",
         memory="about 10 GB, a Mac with 24 GB or more (its author's figures)",
-        runs_on=MAC_ONLY,
+        runs_on=BEST_ON_A_MAC,
     ),
     _checkpoint("gemma-3-270m-it", "gemma3", "Gemma 3 270M", "google/gemma-3-270m-it", "0.5 GB", "0.4 GB"),
     _checkpoint("gemma-3-1b-it", "gemma3", "Gemma 3 1B", "google/gemma-3-1b-it", "2 GB", "1.2 GB"),

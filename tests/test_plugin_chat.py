@@ -239,9 +239,11 @@ def test_the_same_engine_serves_other_caps(script: SetScript) -> None:
     from llm_gemma_coreml import loaded
 
     script(("Say", " it"))
+    engines = []
     for context in (None, 256, 512):
         assert llm.get_model(BASE).prompt("Say", context=context).text() == "it"
-    assert len([bundle for bundle in loaded._loaded.values() if bundle.chat.manifest.name == "base"]) == 1
+        engines.append({id(bundle.engine) for bundle in loaded._loaded.values()})
+    assert engines[0] == engines[1] == engines[2]
 
 
 def test_an_older_bundle_of_a_base_model_has_todays_transcript(script: SetScript, llm_folder: Path) -> None:
