@@ -40,9 +40,9 @@ class TrainedPair:
 
 
 def trained_pair(config: pytest.Config, seed: int = 0) -> TrainedPair:
-    """The pair for a seed, from pytest's cache if it was trained before by this very code."""
-    code = b"".join(Path(module).read_bytes() for module in (__file__, tiny_gemma4.__file__, tiny.__file__))
-    key = hashlib.sha256(code + str(seed).encode()).hexdigest()[:16]
+    """The pair for a seed, from pytest's cache if it was trained before by this code with these settings."""
+    made_of = json.dumps([settings(), assistant_settings(), seed, tiny.tokenizer_json()], sort_keys=True)
+    key = hashlib.sha256(Path(__file__).read_bytes() + made_of.encode()).hexdigest()[:16]
     assert config.cache is not None
     folder = config.cache.mkdir("trained-pairs") / key
     if not folder.exists():
@@ -213,9 +213,3 @@ def _train_assistant(assistant: Any, target: Any, text: MadeUpText) -> None:
         return total / ROUND
 
     _optimise(assistant, ASSISTANT_STEPS, loss)
-
-
-def config_document(checkpoint: Path) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint."""
-    document: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    return document
