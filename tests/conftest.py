@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from support.reference_model import Oracle
 
     from llm_gemma_coreml.engine.model_runner import ModelRunner
@@ -21,6 +23,15 @@ def pytest_configure() -> None:
     """Ctrl-C must be deliverable: a job in the background inherits an ignored SIGINT, and so would its children."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays_open() -> Iterator[None]:
+    """The bundles that a module's tests opened would be held until the process ends: gigabytes by the end."""
+    yield
+    from llm_gemma_coreml import loaded
+
+    loaded.unload_all()
 
 
 @pytest.fixture(scope="session")

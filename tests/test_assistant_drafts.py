@@ -195,9 +195,9 @@ def test_the_targets_keys_and_values_are_read_in_place(pair: Pair, monkeypatch: 
     session.extend(tiny_gemma4.random_ids(300))
     run = OnnxModel.run
 
-    def recorded(model: OnnxModel, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def recorded(model: OnnxModel, feeds: Mapping[str, np.ndarray], *, rows: int) -> dict[str, np.ndarray]:
         seen.append(dict(feeds))
-        return run(model, feeds)
+        return run(model, feeds, rows=rows)
 
     monkeypatch.setattr(OnnxModel, "run", recorded)
     (state,) = [state for state in session.states if state is not None]

@@ -141,7 +141,7 @@ def test_small_deviations_are_judged_by_the_margin(machine: Machine, quick: None
 
     def deviate(function: str, outputs: dict[str, Array]) -> None:
         if "logits" in outputs:
-            outputs["logits"] += noise.uniform(-0.02, 0.02, outputs["logits"].shape).astype(np.float32)
+            outputs["logits"] += noise.uniform(-0.04, 0.04, outputs["logits"].shape).astype(np.float32)
 
     machine.after_predict = deviate
     report = verify()
