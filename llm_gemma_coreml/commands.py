@@ -1,33 +1,39 @@
-"""The command group `llm gemma-coreml`. Each command has a module; everything slow is imported when it runs."""
+"""The command group `llm gemma-coreml`. Every llm command registers it, so a command's module is imported when it is used."""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import click
 
-from llm_gemma_coreml import command_bundles
-from llm_gemma_coreml.benchmark.command import bench
-from llm_gemma_coreml.command_convert import convert
-from llm_gemma_coreml.command_install import install
-from llm_gemma_coreml.command_verify import verify
-from llm_gemma_coreml.download.command import download
-from llm_gemma_coreml.planning.command import plan
+_MODULES = {
+    "download": "llm_gemma_coreml.download.command",
+    "install": "llm_gemma_coreml.command_install",
+    "convert": "llm_gemma_coreml.command_convert",
+    "models": "llm_gemma_coreml.command_bundles",
+    "info": "llm_gemma_coreml.command_bundles",
+    "verify": "llm_gemma_coreml.command_verify",
+    "bench": "llm_gemma_coreml.benchmark.command",
+    "plan": "llm_gemma_coreml.planning.command",
+    "remove": "llm_gemma_coreml.command_bundles",
+    "default": "llm_gemma_coreml.command_bundles",
+}
+"""Command -> the module that has it as a function of that name."""
 
 
-@click.group("gemma-coreml")
+class _Commands(click.Group):
+    """Finds its commands in `_MODULES`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MODULES:
+            return None
+        command: click.Command = getattr(import_module(_MODULES[cmd_name]), cmd_name)
+        return command
+
+
+@click.group("gemma-coreml", cls=_Commands)
 def gemma_coreml() -> None:
     """Commands for working with Gemma Core ML bundles"""
-
-
-for command in (
-    download,
-    install,
-    convert,
-    command_bundles.models,
-    command_bundles.info,
-    verify,
-    bench,
-    plan,
-    command_bundles.remove,
-    command_bundles.default,
-):
-    gemma_coreml.add_command(command)

@@ -170,3 +170,38 @@ def test_the_entry_point_works(tmp_path: Path) -> None:
     done = ChildLlm(tmp_path).run("models", "-q", "gemma3-local")
     assert done.returncode == 0
     assert "coreml/gemma3-270m-base (aliases: gemma3-local)" in done.stdout
+
+
+def test_every_command_has_a_module() -> None:
+    import click
+
+    from llm_gemma_coreml.commands import gemma_coreml
+
+    context = click.Context(gemma_coreml)
+    wanted = ("download", "install", "convert", "models", "info", "verify", "bench", "plan", "remove", "default")
+    assert tuple(gemma_coreml.list_commands(context)) == wanted
+    for name in wanted:
+        command = gemma_coreml.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+        assert command.get_short_help_str()
+    listed = run_llm("gemma-coreml", "--help").stdout
+    assert all(f"  {name} " in listed for name in wanted)
+    assert "No such command 'fly'" in run_llm("gemma-coreml", "fly").stderr
+
+
+def test_names_of_models_and_devices_are_completed(user_folder: Path) -> None:
+    import click
+
+    from llm_gemma_coreml.download.command import download
+    from llm_gemma_coreml.planning.command import plan
+
+    fake_bundle(user_folder, "gemma-mine")
+
+    def completed(command: click.Command, parameter: int, beginning: str) -> list[str]:
+        found = command.params[parameter]
+        return [item.value for item in found.type.shell_complete(click.Context(command), found, beginning)]
+
+    assert completed(download, 0, "gemma-4-12b-it-c") == ["gemma-4-12b-it-coreml-128k"]
+    assert "gemma-mine" in completed(plan, 0, "gemma-")
+    assert completed(plan, 1, "m4") == ["M4", "M4 Pro", "M4 Max"]
