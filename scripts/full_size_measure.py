@@ -1,6 +1,6 @@
 """Measures a bundle on the portable runtime at depths that a real prefill would take hours to reach. Writes JSON.
 
-Run as a program: `python scripts/full_size_measure.py BUNDLE THREADS`. Depth is reached by filling a session's K/V with
+Run as a program: `python scripts/full_size_measure.py BUNDLE THREADS [DEPTH...]`. Depth is reached by filling the K/V with
 random numbers: speed, memory and addresses do not depend on what the numbers are.
 """
 
@@ -12,7 +12,6 @@ import mmap
 import statistics
 import sys
 import time
-from bisect import bisect_left
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,13 @@ from llm_gemma_coreml.engine.engine import open_runner
 from llm_gemma_coreml.engine.runner import Runner
 from llm_gemma_coreml.engine.session import Session
 
-DEPTHS = (1024, 4096, 32768, 100_000, 131_000)
+DEPTHS = (1024, 4096, 32768, 100_000)
 """Tokens held when calls are measured; those beyond the context are left out."""
 ROWS = (1, 2, 4, 8)
 PREFILL = 256
 _REPEATS = 3
+_DEEP = 100_000
+"""From here on tokens are committed too, to see that nothing moves."""
 _DEEP_STEPS = 8
 
 
@@ -153,8 +154,8 @@ def deep_decoding(session: Session) -> dict[str, Any]:
     }
 
 
-def measure(bundle: Path, threads: int) -> dict[str, Any]:
-    """All figures: seconds, bytes, tokens per second."""
+def measure(bundle: Path, threads: int, depths: Iterable[int] = DEPTHS) -> dict[str, Any]:
+    """All figures: seconds, bytes, tokens per second. depths: tokens held when calls are measured."""
     start = time.perf_counter()
     runner = open_runner(bundle, threads=threads)
     session = Session(runner)
@@ -163,7 +164,7 @@ def measure(bundle: Path, threads: int) -> dict[str, Any]:
     result["prefill"] = _prefill(session)
     session.rewind(0)
     result["depths"], result["promotions"] = [], []
-    _walk(runner, session, result)
+    _walk(runner, session, result, depths)
     result["at_the_end"] = process_memory()
     return result
 
@@ -178,11 +179,11 @@ def _prefill(session: Session) -> dict[str, float]:
     return {"tokens": length, "tokens_per_second": length / (time.perf_counter() - start)}
 
 
-def _walk(runner: Runner, session: Session, result: dict[str, Any]) -> None:
+def _walk(runner: Runner, session: Session, result: dict[str, Any], depths: Iterable[int]) -> None:
     """Visit depths and the ends of rungs in ascending order."""
     random = np.random.default_rng(0)
     edges = {rung - 4: rung for rung in runner.rungs[:-1]}
-    for depth in sorted({*edges, *(depth for depth in DEPTHS if depth + max(ROWS) <= runner.context)}):
+    for depth in sorted({*edges, *(depth for depth in depths if depth + max(ROWS) <= runner.context)}):
         fill(session, max(depth, len(session)), random)
         if depth in edges:
             result["promotions"].append(promotion(session, edges[depth]))
@@ -191,11 +192,12 @@ def _walk(runner: Runner, session: Session, result: dict[str, Any]) -> None:
         session.commit(1)
         calls = {rows: timed_calls(session, rows) for rows in ROWS if rows <= session.rows_allowed()}
         found = {"depth": depth, "calls": calls, "drafter": timed_drafter(session), "cache": cache_figures(session)}
-        if depth >= DEPTHS[bisect_left(DEPTHS, 100_000)]:
+        if depth >= _DEEP:
             found["decoding"] = deep_decoding(session)
         result["depths"].append(found)
         print(f"depth {depth}: {calls}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Path(sys.argv[1]), int(sys.argv[2]))))
+    wanted = [int(depth) for depth in sys.argv[3:]] or DEPTHS
+    print(json.dumps(measure(Path(sys.argv[1]), int(sys.argv[2]), wanted)))

@@ -178,7 +178,11 @@ def _comparison(before: dict[str, Any], results: dict[str, Any]) -> str:
         ("memory after loading", _gigabytes(old["after_load"]["rss"]), _gigabytes(new["after_load"]["rss"])),
         ("prefill", *(f"{each['prefill']['tokens_per_second']:.1f} tok/s" for each in (old, new))),
     ]
-    for one, other in zip(old["depths"], new["depths"], strict=True):
+    measured = {place["depth"]: place for place in new["depths"]}
+    for one in old["depths"]:
+        other = measured.get(one["depth"])
+        if other is None:
+            continue
         for width in one["calls"]:
             cells = (f"{place['calls'][width] * 1e3:,.0f} ms" for place in (one, other))
             rows.append((f"{width} row{'s' if int(width) > 1 else ''} at {one['depth']:,}", *cells))

@@ -132,9 +132,10 @@ class _BlockReader:
         if message.type == "const":
             self._read_const(name, attributes, outputs)
             return
+        # A protobuf map has another order in each process: translations, and what is cached of them, must not.
         inputs = {
             argument: tuple(self._read_binding(item, message.type, argument) for item in bound.arguments)
-            for argument, bound in message.inputs.items()
+            for argument, bound in sorted(message.inputs.items())
         }
         blocks = tuple(self._read_nested(block) for block in message.blocks)
         for output, _ in outputs:
