@@ -19,7 +19,7 @@ from examples.agent_tools import TOOLS, earlier_conversation
 from langchain_adapter import ChatGemmaCoreML
 
 
-class FixedPlan(AgentMiddleware):  # type: ignore[type-arg]
+class FixedPlan(AgentMiddleware):
     """Each model call must call the next tool of the plan; after the last one the model answers in words."""
 
     def __init__(self, plan: Sequence[str]) -> None:

@@ -84,8 +84,10 @@ def main() -> None:
         print(f"[{passage.metadata['title']}] {passage.page_content[:100]!r}...")
     print(f"\nQ: {question}\nA: {answer.message.text}")
     for block in answer.message.content_blocks:
-        for note in block.get("annotations", []):
-            print(f"   cited from {note['title']}: {note['cited_text']!r}")
+        if block["type"] == "text":
+            for note in block.get("annotations", []):
+                if note["type"] == "citation":
+                    print(f"   cited from {note['title']}: {note['cited_text']!r}")
 
 
 if __name__ == "__main__":
