@@ -35,7 +35,7 @@ _SCORE_SPREAD = 2.0
 class RandomSource:
     """Random weights as a `Source`. The same configuration, seed and tokenizer give the same numbers anywhere."""
 
-    chat_template = None
+    chat_template: str | None = None
 
     def __init__(self, config: ModelConfig, seed: int = 0, tokenizer: Path | None = None) -> None:
         """tokenizer: a `tokenizer.model` or `tokenizer.json` with the configuration's vocabulary; else a stand-in.
