@@ -75,7 +75,12 @@ class GemmaEncoding(tiktoken.Encoding):
 
     def encode_ordinary(self, text: str) -> list[int]:
         """The ids of `text`; never control tokens."""
-        ids: list[int] = self._ids(text).tolist()
+        if not text.isascii():
+            encoded = text.encode("utf-8", "replace")  # half characters become "?", as in the bundle's tokenizer
+            if len(encoded) > _MERGED_FASTER * len(text):
+                return self._tokenizer.encode_text(text)
+            text = encoded.decode("utf-8")
+        ids: list[int] = self._merged(text).tolist()
         return ids
 
     def encode(
@@ -96,7 +101,9 @@ class GemmaEncoding(tiktoken.Encoding):
         disallowed_special: str | Collection[str] = (),
     ) -> NDArray[np.uint32]:
         """The ids of `text`, uint32 [number of tokens]."""
-        return self._ids(text)
+        import numpy as np
+
+        return np.array(self.encode_ordinary(text), np.uint32)
 
     def encode_single_token(self, text_or_bytes: str | bytes) -> int:
         """The id of a piece that is exactly this text. Raises KeyError if there is none."""
@@ -152,16 +159,6 @@ class GemmaEncoding(tiktoken.Encoding):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self.name, self._path)
-
-    def _ids(self, text: str) -> NDArray[np.uint32]:
-        import numpy as np
-
-        if not text.isascii():
-            encoded = text.encode("utf-8", "replace")  # half characters become "?", as in the bundle's tokenizer
-            if len(encoded) > _MERGED_FASTER * len(text):
-                return np.array(self._tokenizer.encode_text(text), np.uint32)
-            text = encoded.decode("utf-8")
-        return self._merged(text)
 
     def _merged(self, text: str) -> NDArray[np.uint32]:
         """The ids as tiktoken finds them."""
