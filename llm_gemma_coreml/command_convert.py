@@ -30,6 +30,25 @@ if TYPE_CHECKING:
 @click.option("--bits", type=click.Choice(["4", "8"]), help="Bits per weight; default: by the model's size")
 @click.option("--contexts", type=Counts(), default="4096,32768,131072", show_default=True, help="Rungs")
 @click.option("--widths", type=Counts(), default="1,2,4,8,128", show_default=True, help="Rows per call")
+@click.option(
+    "--target",
+    type=click.Choice(["mac", "iphone"]),
+    default="mac",
+    help="iphone: 4-bit palettised weights, a layer a package, contexts 1024,4096 and widths 1,4 unless others are given",
+)
+@click.option("--layers-per-package", type=click.IntRange(min=1), help="Default: by the model's size")
+@click.option(
+    "--write-form",
+    type=click.Choice(["slice_update", "one_hot", "gather"]),
+    default="slice_update",
+    help="How rows get into a state: another one if Core ML cannot do the usual (verify --runtime coreml says so)",
+)
+@click.option(
+    "--attention-form",
+    type=click.Choice(["explicit", "sdpa"]),
+    default="explicit",
+    help="Attention in single operations, or Core ML's own operation",
+)
 @click.option("--report", is_flag=True, help="Compare the quantised model with the source; takes longer")
 @one_line_errors
 def convert(
@@ -42,6 +61,10 @@ def convert(
     bits: str | None,
     contexts: Any,
     widths: Any,
+    target: str,
+    layers_per_package: int | None,
+    write_form: str,
+    attention_form: str,
     report: bool,
 ) -> None:
     """Convert SOURCE to a bundle: a GGUF file, a safetensors directory, or the name of a downloaded checkpoint
@@ -74,6 +97,10 @@ def convert(
             report=report,
             progress=progress,
             drafter=_drafter_of(drafter, random, seed or 0),
+            target=target,
+            layers_per_package=layers_per_package,
+            write_form=write_form,
+            attention_form=attention_form,
         )
     click.echo(f"Wrote {path}", err=True)
     click.echo(catalog.MODEL_PREFIX + path.name)

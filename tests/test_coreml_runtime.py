@@ -16,7 +16,7 @@ from llm_gemma_coreml.bundle.package import open_package
 from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError, PackageError, RequestError
 from llm_gemma_coreml.runtime import notices
 from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
-from llm_gemma_coreml.runtime.coreml import CoreMLRuntime, availability, native
+from llm_gemma_coreml.runtime.coreml import CoreMLRuntime, availability, loader, native
 from llm_gemma_coreml.runtime.coreml.loader import CoreMLPackage
 from llm_gemma_coreml.runtime.coreml.states import CoreMLState
 from llm_gemma_coreml.runtime.portable import PortableRuntime
@@ -102,21 +102,25 @@ def test_a_package_is_compiled_once_for_all_functions_and_starts(
     open_layers(bundle, tmp_path).function(NARROW)
     assert machine.count("compile") == 1
     assert machine.count("load") == 3
-    assert [path.suffix for path in sorted((tmp_path / "compiled").glob("layers*"))] == [".json", ".mlmodelc"]
+    assert only_compiled(tmp_path).is_dir()
 
 
 def test_functions_are_loaded_when_first_needed(package: CoreMLPackage, machine: Machine) -> None:
     assert len(package.function_names) == 4
     assert machine.events == []
     package.function(WIDE)
-    assert machine.events == [f"compile {LAYERS}", f"load {WIDE} CPU_AND_GPU"]
+    assert machine.events[:2] == [f"compile {LAYERS}", f"load {WIDE} CPU_AND_GPU"]
+    assert machine.count("load") == 1
 
 
 def test_one_state_serves_all_functions(bundle: Path, package: CoreMLPackage, machine: Machine) -> None:
     state = package.make_state()
+    package.function(WIDE)
+    package.function(LONG)
+    warming = machine.count("state")
     for function, position in [(WIDE, 0), (LONG, 4)]:
         package.function(function).run(feeds(bundle, function, position), state)
-    assert machine.count("state") == 1
+    assert machine.count("state") == warming + 1
 
 
 def test_input_arrays_stay_alive_after_the_call(bundle: Path, package: CoreMLPackage, machine: Machine) -> None:
@@ -241,14 +245,33 @@ def test_users_are_told_before_slow_work_starts(package: CoreMLPackage, machine:
     assert seen == [0, 1]
 
 
-def test_warming_up_runs_each_function_once_and_leaves_sessions_alone(
-    bundle: Path, package: CoreMLPackage, machine: Machine
-) -> None:
+def test_users_are_not_told_again_of_what_was_quick(bundle: Path, machine: Machine, heard: list[str], tmp_path: Path) -> None:
+    for _ in range(2):
+        open_layers(bundle, tmp_path).function(NARROW)
+    assert len(heard) == 2
+    [uses] = (tmp_path / "compiled").glob("*.uses.json")
+    uses.write_text(uses.read_text().replace(":", ": 9"))
+    open_layers(bundle, tmp_path).function(NARROW)
+    assert len(heard) == 3, "it took long the last time"
+    uses.write_text("damaged")
+    open_layers(bundle, tmp_path).function(NARROW)
+    assert len(heard) == 4
+
+
+def test_a_function_is_warmed_up_on_a_state_of_its_own(bundle: Path, package: CoreMLPackage, machine: Machine) -> None:
     state = package.make_state()
-    package.warm_up()
-    assert machine.count("predict") == 4
+    package.function(NARROW)
+    assert machine.events[-2:] == [f"state {NARROW}", f"predict {NARROW}"]
     assert state is not None
     assert not state.buffers()["k_0"].any()
+
+
+def test_no_large_state_is_reserved_for_warming_up(
+    bundle: Path, package: CoreMLPackage, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_SMALL_STATE", 1000)
+    package.function(NARROW)
+    assert machine.count("state") == machine.count("predict") == 0
 
 
 # Compiled forms that are missing, damaged or out of date
@@ -316,7 +339,7 @@ def test_a_stale_compiled_form_is_replaced(bundle: Path, machine: Machine, heard
     after = set((tmp_path / "compiled").glob("*.mlmodelc"))
     assert len(after) == 2, "the old form is gone, the other package's stays"
     assert len(before & after) == 1
-    assert len(list((tmp_path / "compiled").glob("*.json"))) == 2
+    assert len(list((tmp_path / "compiled").glob("*.json"))) == 4
 
 
 def test_another_macos_needs_another_compiled_form(
@@ -378,9 +401,12 @@ def test_a_prediction_that_fails(bundle: Path, package: CoreMLPackage, machine: 
     def fail(function: str, inputs: dict[str, Array]) -> None:
         raise RuntimeError("Unable to compute the prediction (error code: -1)")
 
+    function = package.function(NARROW)
     machine.before_predict = fail
     with pytest.raises(native.CoreMLError, match="error code: -1"):
-        package.function(NARROW).run(feeds(bundle, NARROW, 0), package.make_state())
+        package.function(WIDE)
+    with pytest.raises(native.CoreMLError, match="error code: -1"):
+        function.run(feeds(bundle, NARROW, 0), package.make_state())
 
 
 def test_a_missing_input_a_wrong_shape_and_a_missing_state(bundle: Path, package: CoreMLPackage) -> None:

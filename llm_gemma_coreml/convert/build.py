@@ -18,7 +18,9 @@ from llm_gemma_coreml.convert.assistant import Assistant
 from llm_gemma_coreml.convert.bundle_files import write_bundle_files
 from llm_gemma_coreml.convert.calibration import Importance
 from llm_gemma_coreml.convert.fingerprint import conversion_fingerprint
+from llm_gemma_coreml.convert.palettise import PALETTISED, PalettisedWeights
 from llm_gemma_coreml.convert.source import PROJECTIONS, ModelConfig, Source, expected_shapes, open_source
+from llm_gemma_coreml.convert.target import for_target
 from llm_gemma_coreml.convert.weight_table import WeightTable
 from llm_gemma_coreml.errors import MissingDependencyError, PackageError, RequestError
 from llm_gemma_coreml.machine import require_memory
@@ -56,6 +58,8 @@ class BuildOptions:
     attention_form: str = "explicit"
     report: bool = False
     """Measure int8 and int4 against the unquantised model, and put the figures into the bundle's notes."""
+    target: str = "mac"
+    """"mac" or "iphone": palettised weights and small packages (see target.py)."""
 
 
 def build_bundle(
@@ -73,6 +77,7 @@ def build_bundle(
     write_form: str = "slice_update",
     attention_form: str = "explicit",
     drafter: Source | Path | str | None = None,
+    target: str = "mac",
 ) -> Path:
     """Convert a checkpoint (an open source, which stays open, or a path) and return the new bundle's folder.
 
@@ -84,7 +89,7 @@ def build_bundle(
     Raises SourceError, BundleError (name taken, too little disk), RequestError (options), MissingDependencyError,
     GemmaCoreMLError (too little memory).
     """
-    options = BuildOptions(bits, contexts, widths, layers_per_package, write_form, attention_form, report)
+    options = BuildOptions(bits, contexts, widths, layers_per_package, write_form, attention_form, report, target)
     if not isinstance(source, (str, Path)):
         return _build(source, name, options, progress, folder, replace, drafter)
     opened = open_source(source)
@@ -145,28 +150,32 @@ def _build(
     name = name or source.config.name
     check_name(name)
     folder = folder or bundles_folder()
+    options = for_target(options, source.config)
+    palettised = options.target == "iphone"
     bits = choose_bits(source.config, options.bits)
     layout = choose_layout(source.config, options)
     assistant = None if drafter is None else Assistant.open(drafter, source.config, 16 if bits == 16 else None)
     if assistant is not None:
         assistant.check_layout(layout)
     # Measured layer by layer, while the layers are written in order.
-    importance = Importance(source) if bits == 4 and not _on_int4_grid(source) else None
+    importance = Importance(source) if palettised or (bits == 4 and not _on_int4_grid(source)) else None
     require_memory(
         _estimated_memory(source.config, importance is not None or options.report),
         f"The conversion of {source.path.name}",
         "Close other programs, or convert on a machine with more memory and copy the bundle.",
     )
     with bundle_writer(name, replace=replace, folder=folder, resumable=True) as building:
-        work = WorkFolder(building, conversion_fingerprint(source, bits, layout, assistant))
+        work = WorkFolder(building, conversion_fingerprint(source, bits, layout, assistant, options.target))
         needed = _estimated_bytes(source.config, bits) + (0 if assistant is None else assistant.bytes())
         require_free_space(folder, needed - work.finished_bytes())
         source.tokenizer_model()  # a checkpoint without a usable one fails now, not after the packages
         tell("Preparing", 2, 2)
         notes = (*source.notes, *(_report(source, tell) if options.report else ()))
-        writing = _Writing(work, source, layout, WeightTable(source, bits, importance), assistant, tell)
+        weights = PalettisedWeights(source, importance) if palettised else WeightTable(source, bits, importance)
+        writing = _Writing(work, source, layout, weights, assistant, tell)
         embedding = writing.write_packages()
-        manifest = write_bundle_files(building, name, source, bits, layout, embedding, notes, assistant)
+        body = PALETTISED if palettised else None
+        manifest = write_bundle_files(building, name, source, bits, layout, embedding, notes, assistant, body)
         try:
             check_packages(manifest, building)
         except PackageError:

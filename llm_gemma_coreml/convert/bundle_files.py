@@ -37,11 +37,12 @@ def write_bundle_files(
     embedding: dict[str, int],
     notes: tuple[str, ...],
     assistant: Assistant | None = None,
+    body: str | None = None,
 ) -> Manifest:
     """Write them into `folder`, which holds the packages; `bundle.json`, which lists all others, comes last.
 
     embedding: offsets of the embedding's data in the head's weight file, by weight id. assistant: the drafter whose
-    functions are in the last layer package.
+    functions are in the last layer package. body: how the layers' weights are stored, if not as `bits` says.
     Raises SourceError for a tokenizer that cannot be used.
     """
     (folder / TOKENIZER).write_bytes(source.tokenizer_model())
@@ -55,6 +56,8 @@ def write_bundle_files(
             drafter=assistant.manifest_entry(manifest.layer_packages[-1].path),
             quantisation=manifest.quantisation | {"drafter": assistant.quantisation()},
         )
+    if body is not None:
+        manifest = replace(manifest, quantisation=manifest.quantisation | {"body": body})
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
 

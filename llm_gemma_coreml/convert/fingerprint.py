@@ -17,13 +17,16 @@ if TYPE_CHECKING:
 _CODE = Path(__file__).parent
 
 
-def conversion_fingerprint(source: Source, bits: int, layout: Layout, assistant: Assistant | None = None) -> str:
+def conversion_fingerprint(
+    source: Source, bits: int, layout: Layout, assistant: Assistant | None = None, target: str = "mac"
+) -> str:
     """Hash of all that decides the packages' bytes: sources, options, and the converter's own code."""
     facts = {
         "source": source.description,
         "files": _files(source.path),
         "config": asdict(source.config),
         "bits": bits,
+        "target": target,
         "layout": asdict(layout),
         "assistant": None if assistant is None else [assistant.facts(), _files(assistant.source.path)],
         "converter": _code_digest(),

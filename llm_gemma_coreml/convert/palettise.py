@@ -21,8 +21,12 @@ Float32 = NDArray[np.float32]
 
 GROUP_ROWS = 16
 """Output rows that share a table."""
+PALETTISED = f"4-bit palettes, one for {GROUP_ROWS} output rows"
+"""What a manifest says of such weights."""
 ENTRIES = 16
 """Values of a table: 4 bits."""
+_BINS = 512
+"""Of the histogram from which a table is found; then it is refined with the values themselves."""
 _STEPS = 40
 """Of refining a table; it seldom changes after half of them."""
 
@@ -103,14 +107,18 @@ def _table(values: Float32, use: Float32 | None) -> NDArray[np.float16]:
 
 
 def _first_guess(ordered: Float32, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Quantiles of the density's cube root, which is how a good quantiser spreads its levels (estimated in 256 bins)."""
+    """The best table for the values' histogram, by exact k-means."""
+    from coremltools._deps import kmeans1d
+
     low, high = float(ordered[0]), float(ordered[-1])
     if low == high:
         return np.full(ENTRIES, low)
-    counts, edges = np.histogram(ordered, bins=256, range=(low, high), weights=weights)
-    share = np.concatenate([[0.0], np.cumsum(np.cbrt(counts))])
-    wanted = (np.arange(ENTRIES) + 0.5) / ENTRIES * share[-1]
-    return np.interp(wanted, share, edges)
+    counts, edges = np.histogram(ordered, bins=_BINS, range=(low, high), weights=weights)
+    centres = ((edges[1:] + edges[:-1]) / 2)[counts > 0]
+    if len(centres) <= ENTRIES:
+        return np.pad(centres, (0, ENTRIES - len(centres)), mode="edge")
+    best = kmeans1d.cluster(centres.tolist(), ENTRIES, weights=counts[counts > 0].tolist())
+    return np.sort(np.array(best.centroids))
 
 
 def _borders(table: NDArray[np.floating]) -> NDArray[np.floating]:

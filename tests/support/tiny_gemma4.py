@@ -92,22 +92,21 @@ def bundle(folder: Path, source: Path, name: str = "tiny", **options: Any) -> Pa
 def package_tensors(bundle: Path) -> dict[str, np.ndarray]:
     """Every weight that the packages of a bundle hold, dequantised to fp32, under its name in transformers."""
     manifest = load_manifest(bundle)
-    constants: dict[str, Constant] = {}
-    for name in [*(package.path for package in manifest.layer_packages), manifest.head_package]:
-        package = open_package(bundle / name)
-        function = package.functions[package.default_function]
-        constants |= function.constants
-        for operation in function.operations:
-            if operation.type == "constexpr_blockwise_shift_scale":
-                (values,), (scales,) = operation.inputs["data"], operation.inputs["scale"]
-                assert isinstance(values, Constant)
-                assert isinstance(scales, Constant)
-                prefix = operation.name.removesuffix("_weight")
-                constants |= {f"{prefix}_values": values, f"{prefix}_scales": scales}
-    tensors = {
-        "model.embed_tokens.weight": _linear(constants, "embedding"),
-        "model.norm.weight": constants["final_norm"].value(),
-    }
+    constants = _constants(bundle)
+    tensors = package_linears(bundle) | {"model.norm.weight": constants["final_norm"].value()}
+    for layer in range(len(manifest.layer_types)):
+        for name in MODULES:
+            if "norm" in name or name == "layer_scalar":
+                value = constants[f"layers_{layer}_{name}"].value()
+                tensors |= {f"model.layers.{layer}.{MODULES[name]}": value} if len(value) else {}
+    return {name: np.array(value, np.float32) for name, value in tensors.items()}
+
+
+def package_linears(bundle: Path) -> dict[str, np.ndarray]:
+    """The embedding and the linear weights that the packages hold, dequantised to fp32, under their names in transformers."""
+    manifest = load_manifest(bundle)
+    constants = _constants(bundle)
+    tensors = {"model.embed_tokens.weight": _linear(constants, "embedding")}
     for layer, kind in enumerate(manifest.layer_types):
         ours, theirs = f"layer_{layer}_", f"model.layers.{layer}."
         heads, dims = (
@@ -121,13 +120,40 @@ def package_tensors(bundle: Path) -> dict[str, np.ndarray]:
         own = dict(zip("qkv", np.split(attention, cuts), strict=False))
         own |= dict(zip(("gate", "up"), np.split(_linear(constants, f"{ours}mlp_gate_up"), 2), strict=True))
         own |= {"o": _linear(constants, f"{ours}attention_o"), "down": _linear(constants, f"{ours}mlp_down")}
-        own |= {name: constants[f"layers_{layer}_{name}"].value() for name in MODULES if "norm" in name or name == "layer_scalar"}
         tensors |= {theirs + MODULES[name]: value for name, value in own.items() if len(value)}
-    return {name: np.array(value, np.float32) for name, value in tensors.items()}
+    return tensors
+
+
+_WEIGHT_OPERATIONS = {
+    "constexpr_blockwise_shift_scale": {"data": "values", "scale": "scales"},
+    "constexpr_lut_to_dense": {"indices": "values", "lut": "tables"},
+}
+
+
+def _constants(bundle: Path) -> dict[str, Constant]:
+    """Constants of the packages' default functions by name; parts of compressed weights as NAME_values, _scales, _tables."""
+    manifest = load_manifest(bundle)
+    constants: dict[str, Constant] = {}
+    for name in [*(package.path for package in manifest.layer_packages), manifest.head_package]:
+        package = open_package(bundle / name)
+        function = package.functions[package.default_function]
+        constants |= function.constants
+        for operation in function.operations:
+            for argument, part in _WEIGHT_OPERATIONS.get(operation.type, {}).items():
+                (constant,) = operation.inputs[argument]
+                assert isinstance(constant, Constant)
+                constants[f"{operation.name.removesuffix('_weight')}_{part}"] = constant
+    return constants
 
 
 def _linear(constants: Mapping[str, Constant], name: str) -> np.ndarray:
-    values = constants[f"{name}_values"].value().astype(np.float32)
+    stored = constants[f"{name}_values"].value()
+    tables = constants.get(f"{name}_tables")
+    if tables is not None:
+        from coremltools.converters.mil.mil.ops.defs.iOS18.compression import constexpr_lut_to_dense
+
+        return constexpr_lut_to_dense.decompress(stored, tables.value(), None).astype(np.float32)
+    values = stored.astype(np.float32)
     scales = constants.get(f"{name}_scales")
     if scales is None:
         return values

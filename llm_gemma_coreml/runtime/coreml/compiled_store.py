@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -38,6 +40,7 @@ class CompiledStore:
         self._stem = package.path.stem
         self.path = self._folder / f"{self._stem}-{_fingerprint(package)}{_EXTENSION}"
         self._inventory = self.path.with_suffix(".json")
+        self._uses = self.path.with_suffix(".uses.json")
 
     def ensure(self) -> Path:
         """The compiled folder, whole: compiled now if it is missing or damaged; older ones of this package are removed.
@@ -65,9 +68,29 @@ class CompiledStore:
         except (OSError, ValueError):
             return False
 
+    def first_use_seconds(self, function: str) -> float:
+        """How long it took the last time until the function was ready for use; infinite if it never was."""
+        try:
+            return float(json.loads(self._uses.read_bytes())[function])
+        except (OSError, ValueError, KeyError, TypeError):
+            return math.inf
+
+    def remember_first_use(self, function: str, seconds: float) -> None:
+        """Keep that time. Where it cannot be written, users are told of the wait every time."""
+        try:
+            known = json.loads(self._uses.read_bytes())
+        except (OSError, ValueError):
+            known = {}
+        known = known if isinstance(known, dict) else {}
+        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(prefix=".writing-", dir=self._folder) as working:
+            fresh = Path(working) / self._uses.name
+            fresh.write_text(json.dumps(known | {function: round(seconds, 3)}), encoding="utf-8")
+            os.replace(fresh, self._uses)
+
     def discard(self) -> None:
         """Remove the compiled form, for one that Core ML no longer takes."""
         self._inventory.unlink(missing_ok=True)
+        self._uses.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
@@ -100,7 +123,8 @@ class CompiledStore:
         for other in self._folder.glob(f"*{_EXTENSION}"):
             if other != self.path and other.name.startswith(f"{self._stem}-") and len(other.name) - len(self._stem) == suffixes:
                 shutil.rmtree(other, ignore_errors=True)
-                other.with_suffix(".json").unlink(missing_ok=True)
+                for suffix in (".json", ".uses.json"):
+                    other.with_suffix(suffix).unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from llm_gemma_coreml.runtime.coreml.compute_units import check_compute_units, c
 from llm_gemma_coreml.runtime.coreml.function import CoreMLFunction
 from llm_gemma_coreml.runtime.coreml.states import CoreMLState
 from llm_gemma_coreml.runtime.notices import notify
+
+_LONG = 3.0
+"""Seconds of waiting that users are told of."""
+_SMALL_STATE = 512 << 20
+"""Bytes of a state that may be reserved for a moment only."""
 
 
 class CoreMLRuntime:
@@ -75,12 +81,6 @@ class CoreMLPackage:
         """A zero-filled state for all functions, or None if the package has none."""
         return CoreMLState(self._shapes, self._new_native_state, self._lock) if self._shapes else None
 
-    def warm_up(self, names: Sequence[str] | None = None) -> None:
-        """Load functions (default: all) and run each once, on a state of its own, so that later calls are not slowed."""
-        state = self.make_state()
-        for name in self.function_names if names is None else names:
-            self.function(name).warm_up(state)
-
     def close(self) -> None:
         """Let go of the loaded functions."""
         with self._lock:
@@ -92,7 +92,9 @@ class CoreMLPackage:
     def _load(self, name: str) -> CoreMLFunction:
         known = self._store.is_whole()
         compiled = self._store.ensure()
-        notify(f"Loading {self._path.stem}, {name}, into Core ML (slow the first time on this machine) ...")
+        if self._store.first_use_seconds(name) > _LONG:
+            notify(f"Core ML makes {self._path.stem}, {name}, ready (slow the first time on this machine) ...")
+        started = time.perf_counter()
         try:
             model = native.load_function(compiled, name, self._compute_units)
         except native.CoreMLError:
@@ -102,7 +104,16 @@ class CoreMLPackage:
             self._store.discard()
             model = native.load_function(self._store.ensure(), name, self._compute_units)
         inputs = self._package.declared_inputs(name)
-        return CoreMLFunction(name, model, inputs, bool(self._shapes), str(self._path), self._lock)
+        function = CoreMLFunction(name, model, inputs, bool(self._shapes), str(self._path), self._lock)
+        self._warm_up(function)
+        self._store.remember_first_use(name, time.perf_counter() - started)
+        return function
+
+    def _warm_up(self, function: CoreMLFunction) -> None:
+        """Run the function once, because a part of its preparation happens then; on a state of its own, if that is small."""
+        state = CoreMLState(self._shapes, function.model.make_state, self._lock) if self._shapes else None
+        if state is None or state.nbytes() <= _SMALL_STATE:
+            function.warm_up(state)
 
     def _new_native_state(self) -> Any:
         loaded = next(iter(self._functions.values()), None) or self.function(self._package.default_function)
