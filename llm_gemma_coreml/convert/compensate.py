@@ -7,6 +7,7 @@ calibration text (the method is known as GPTQ). Its gain over searched scales al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -56,6 +57,10 @@ class ColumnUse:
         return found
 
 
+Nearest = Callable[[Float32], tuple[Float32, Float32]]
+"""Column of a weight [N] -> (codes [N], the values that they stand for [N])."""
+
+
 def compensated(
     weight: Float32, use: ColumnUse, importance: Float32
 ) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
@@ -64,30 +69,45 @@ def compensated(
     importance: weight of each column's squared error in the search for scales [K / 32, 32].
     """
     rows, columns = weight.shape
-    values = np.empty((columns, rows), np.int8)
     scales = np.empty((columns // BLOCK, rows), np.float16)
+
+    def prepare(index: int, block: Float32) -> Nearest:
+        scales[index] = search_scales(np.ascontiguousarray(block.T), importance[index : index + 1])
+        step = scales[index].astype(np.float32)
+        inverse = np.divide(1.0, step, out=np.zeros_like(step), where=step != 0)
+
+        def nearest(column: Float32) -> tuple[Float32, Float32]:
+            rounded = np.clip(np.rint(column * inverse), LOW, HIGH)
+            return rounded, rounded * step
+
+        return nearest
+
+    values = carry_errors(weight, use, prepare)
+    return values, np.ascontiguousarray(scales.T)
+
+
+def carry_errors(weight: Float32, use: ColumnUse, prepare: Callable[[int, Float32], Nearest]) -> NDArray[np.int8]:
+    """Codes [N, K] of `weight` [N, K], rounded from left to right, each column's error carried on to those after it.
+
+    prepare: called before each 32 columns with their index and their values as they are then, [32, N]; what rounds them.
+    """
+    rows, columns = weight.shape
+    codes = np.empty((columns, rows), np.int8)
     for start, stop, upper in use.factors:
         rest = np.ascontiguousarray(weight[:, start:stop].T)
         for at in range(0, stop - start, BLOCK):
             block, end = rest[at : at + BLOCK], at + BLOCK
-            index = (start + at) // BLOCK
-            scale = search_scales(np.ascontiguousarray(block.T), importance[index : index + 1])
-            scales[index] = scale
-            errors = _round_block(block, scale, upper[at:end, at:end], values[start + at : start + end])
+            nearest = prepare((start + at) // BLOCK, block)
+            errors = _round_block(block, nearest, upper[at:end, at:end], codes[start + at : start + end])
             rest[end:] -= upper[at:end, end:].T @ errors
-    return np.ascontiguousarray(values.T), np.ascontiguousarray(scales.T)
+    return np.ascontiguousarray(codes.T)
 
 
-def _round_block(
-    block: Float32, scale: NDArray[np.float16], upper: Float32, values: NDArray[np.int8]
-) -> Float32:
-    """Round the columns of `block` [32, N] one after the other into `values`; the errors to pass on, [32, N]."""
-    step = scale.astype(np.float32)
-    inverse = np.divide(1.0, step, out=np.zeros_like(step), where=step != 0)
+def _round_block(block: Float32, nearest: Nearest, upper: Float32, codes: NDArray[np.int8]) -> Float32:
+    """Round the columns of `block` [32, N] one after the other into `codes`; the errors to pass on, [32, N]."""
     errors = np.empty_like(block)
-    for column in range(BLOCK):
-        rounded = np.clip(np.rint(block[column] * inverse), LOW, HIGH)
-        values[column] = rounded
-        np.divide(block[column] - rounded * step, upper[column, column], out=errors[column])
+    for column in range(len(block)):
+        codes[column], rounded = nearest(block[column])
+        np.divide(block[column] - rounded, upper[column, column], out=errors[column])
         block[column + 1 :] -= upper[column, column + 1 :, None] * errors[column]
     return errors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llm_gemma_coreml.convert.compensate import ColumnUse
+from llm_gemma_coreml.convert.compensate import ColumnUse, carry_errors
 from llm_gemma_coreml.convert.weight_table import LinearWeight, WeightTable
 from llm_gemma_coreml.errors import SourceError
 
@@ -54,25 +54,42 @@ def group_rows(rows: int) -> int:
     return next(size for size in range(min(GROUP_ROWS, rows), 0, -1) if rows % size == 0)
 
 
-def palettise(weight: Float32, importance: Float32 | None = None, name: str = "weight", size: int | None = None) -> Palettised:
+def palettise(
+    weight: Float32, importance: Float32 | ColumnUse | None = None, name: str = "weight", size: int | None = None
+) -> Palettised:
     """Palettise a linear weight [N, K], each table by k-means in one dimension.
 
-    size: rows of a table, a divisor of N; default `group_rows(N)`. importance: mean squared activation of each input
-    column [K], which weighs its errors. Raises SourceError naming `name` for NaN, infinity or values beyond fp16.
+    importance: mean squared activation of each input column [K], which weighs its errors, or the `ColumnUse` of the
+    linear, with which later columns make up for the errors of those before. size: rows of a table, a divisor of N;
+    default `group_rows(N)`. Raises SourceError naming `name` for NaN, infinity or values beyond fp16.
     """
     if not np.isfinite(weight).all() or np.abs(weight).max(initial=0) > np.finfo(np.float16).max:
         raise SourceError(f"{name}: holds NaN, infinity or values too large for fp16.")
     rows, columns = weight.shape
     size = size or group_rows(rows)
-    groups = np.ascontiguousarray(weight, np.float32).reshape(rows // size, size * columns)
-    use = None if importance is None else np.tile(_floored(importance, columns, name), size)
-    tables = np.empty((len(groups), 1, ENTRIES, 1), np.float16)
-    indices = np.empty(groups.shape, np.uint8)
-    for number, values in enumerate(groups):
-        table = _table(values, use)
-        tables[number, 0, :, 0] = table
-        indices[number] = np.searchsorted(_borders(table.astype(np.float32)), values)
-    return Palettised(indices.reshape(rows, columns), tables)
+    weight = np.ascontiguousarray(weight, np.float32)
+    by_column = importance.importance if isinstance(importance, ColumnUse) else importance
+    use = None if by_column is None else np.tile(_floored(by_column, columns, name), size)
+    groups = weight.reshape(rows // size, size * columns)
+    tables = np.stack([_table(values, use) for values in groups])
+    if isinstance(importance, ColumnUse):
+        indices = _carried(weight, importance, np.repeat(tables, size, axis=0).astype(np.float32))
+    else:
+        borders = _borders(tables.astype(np.float32))
+        found = [np.searchsorted(border, values) for border, values in zip(borders, groups, strict=True)]
+        indices = np.stack(found).astype(np.uint8).reshape(rows, columns)
+    return Palettised(indices, tables[:, None, :, None])
+
+
+def _carried(weight: Float32, use: ColumnUse, tables: Float32) -> NDArray[np.uint8]:
+    """Indices [N, K] into the rows' tables [N, 16], errors carried on from column to column."""
+    borders, rows = _borders(tables), np.arange(len(tables))
+
+    def nearest(column: Float32) -> tuple[Float32, Float32]:
+        found = (column[:, None] > borders).sum(axis=1)
+        return found.astype(np.float32), tables[rows, found]
+
+    return carry_errors(weight, use, lambda index, block: nearest).astype(np.uint8)
 
 
 def _floored(importance: Float32, columns: int, name: str) -> Float32:
@@ -122,10 +139,11 @@ def _first_guess(ordered: Float32, weights: NDArray[np.float64]) -> NDArray[np.f
 
 
 def _borders(table: NDArray[np.floating]) -> NDArray[np.floating]:
-    return (table[1:] + table[:-1]) / 2
+    """Where the nearest value changes: [..., 15] of ascending values [..., 16]."""
+    return (table[..., 1:] + table[..., :-1]) / 2
 
 
-def palettised_tensor(source: Source, name: str, importance: Float32 | None = None) -> Palettised:
+def palettised_tensor(source: Source, name: str, importance: Float32 | ColumnUse | None = None) -> Palettised:
     """Tensor `name` of `source`, palettised. Reads it in row chunks: the fp32 weight never exists as a whole."""
     from llm_gemma_coreml.convert.source import expected_shapes, row_chunks
 
@@ -173,7 +191,7 @@ class PalettisedWeights(WeightTable):
         if self._latest is None or self._latest[0] != name:
             self._latest = None
             known = {} if self._use is None else self._use
-            done = [palettised_tensor(self._source, part, known[part].importance if part in known else None) for part in parts]
+            done = [palettised_tensor(self._source, part, known.get(part)) for part in parts]
             size = self._size(parts)
             tables = np.concatenate([np.repeat(one.tables, len(one.indices) // len(one.tables) // size, axis=0) for one in done])
             self._latest = (name, Palettised(np.concatenate([one.indices for one in done]), tables))
