@@ -17,6 +17,7 @@ from llm_gemma_coreml.errors import BundleError, GemmaCoreMLError, PackageError,
 from llm_gemma_coreml.runtime import notices
 from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
 from llm_gemma_coreml.runtime.coreml import CoreMLRuntime, availability, loader, native
+from llm_gemma_coreml.runtime.coreml.compiled_store import CompiledStore
 from llm_gemma_coreml.runtime.coreml.loader import CoreMLPackage
 from llm_gemma_coreml.runtime.coreml.states import CoreMLState
 from llm_gemma_coreml.runtime.portable import PortableRuntime
@@ -105,6 +106,39 @@ def test_a_package_is_compiled_once_for_all_functions_and_starts(
     assert only_compiled(tmp_path).is_dir()
 
 
+def test_two_that_start_at_once_share_one_compilation(
+    bundle: Path, machine: Machine, heard: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_package, both = native.compile_package, threading.Barrier(2)
+
+    def slowly(package: Path, target: Path) -> None:
+        both.wait(timeout=30)  # the other one is on its way
+        compile_package(package, target)
+
+    def other() -> None:
+        both.wait(timeout=30)
+        stores[1].ensure()
+
+    stores = [CompiledStore(open_package(bundle / LAYERS), tmp_path / "compiled") for _ in range(2)]
+    monkeypatch.setattr(native, "compile_package", slowly)
+    thread = threading.Thread(target=other)
+    thread.start()
+    stores[0].ensure()
+    thread.join()
+    assert machine.count("compile") == 1
+
+
+def test_a_state_that_core_ml_does_not_give_out(bundle: Path, package: CoreMLPackage, machine: Machine) -> None:
+    state = package.make_state()
+    assert state is not None
+    package.function(NARROW).run(feeds(bundle, NARROW, 0), state)
+    machine.refuse_states = "the state cannot be read"
+    with pytest.raises(native.CoreMLError, match=r"read_state\(k_0\).*cannot be read"):
+        state.take_rows("k_0", slice(0, 1))
+    with pytest.raises(native.CoreMLError, match=r"write_state\(k_0\).*cannot be read"):
+        state.put_rows("k_0", slice(None), 0)
+
+
 def test_functions_are_loaded_when_first_needed(package: CoreMLPackage, machine: Machine) -> None:
     assert len(package.function_names) == 4
     assert machine.events == []
@@ -126,7 +160,8 @@ def test_one_state_serves_all_functions(bundle: Path, package: CoreMLPackage, ma
 def test_input_arrays_stay_alive_after_the_call(bundle: Path, package: CoreMLPackage, machine: Machine) -> None:
     state = package.make_state()
     package.function(NARROW).run(feeds(bundle, NARROW, 0), state)
-    assert machine.bound_inputs
+    assert len(machine.bound_inputs) == len(package.function(NARROW)._declared)
+    assert {array.dtype for array in machine.bound_inputs} == {np.dtype(np.float32), np.dtype(np.int32)}
     machine.linger()
 
 
@@ -211,6 +246,9 @@ def test_state_rows_are_read_and_written(bundle: Path, package: CoreMLPackage, m
     assert not state.take_rows("k_0", slice(0, 130)).any()
     np.testing.assert_array_equal(state.take_rows("k_0", slice(130, 131)), rows[:, 1:])
     assert state.nbytes() == sum(buffer.size * 2 for buffer in state.buffers().values())
+    everything = np.random.default_rng(1).standard_normal(state.shapes()["v_0"]).astype(np.float16)
+    state.put_rows("v_0", slice(None), everything)
+    np.testing.assert_array_equal(state.buffers()["v_0"], everything)
     with pytest.raises(ValueError):
         state.buffers()["k_0"][:] = 1
     inputs = feeds(bundle, NARROW, 3)

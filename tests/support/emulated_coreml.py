@@ -55,6 +55,8 @@ class Machine:
     """Core ML's words when it refuses to compile anything."""
     refuse_functions: Mapping[str, str] = field(default_factory=dict)
     """Core ML's words when it refuses to load a function, by name."""
+    refuse_states: str | None = None
+    """Core ML's words when it refuses to read or write a state."""
     before_predict: Callable[[str, dict[str, Array]], None] = lambda function, inputs: None
     """May change the inputs (copies) of a prediction: a fault of the machine."""
     after_predict: Callable[[str, dict[str, Array]], None] = lambda function, outputs: None
@@ -90,7 +92,8 @@ class Machine:
 class _StateProxy:
     """Behind MLState: fp16 buffers, seen as fp32 copies."""
 
-    def __init__(self, package: PortablePackage) -> None:
+    def __init__(self, machine: Machine, package: PortablePackage) -> None:
+        self._machine = machine
         state = package.make_state()
         if state is None:
             raise RuntimeError("the model has no states")
@@ -121,6 +124,8 @@ class _StateProxy:
             buffer[...] = value.astype(np.float16)
 
     def _buffer(self, name: str) -> Array:
+        if self._machine.refuse_states is not None:
+            raise RuntimeError(self._machine.refuse_states)
         if name not in self.own.buffers():
             raise RuntimeError(f"there is no state {name}")
         return self.own.buffers()[name]
@@ -173,7 +178,7 @@ def native_module(machine: Machine) -> types.ModuleType:
 
         def newState(self) -> _StateProxy:  # noqa: N802
             machine.events.append(f"state {self._name}")
-            return _StateProxy(self._package)
+            return _StateProxy(machine, self._package)
 
         def predict(self, features: dict[str, Any], state: _StateProxy | None = None) -> dict[str, Array]:
             machine.linger(collect=False)

@@ -79,7 +79,7 @@ class CoreMLPackage:
 
     def make_state(self) -> CoreMLState | None:
         """A zero-filled state for all functions, or None if the package has none."""
-        return CoreMLState(self._shapes, self._new_native_state, self._lock) if self._shapes else None
+        return CoreMLState(self._shapes, self._new_native_state, self._lock, str(self._path)) if self._shapes else None
 
     def close(self) -> None:
         """Let go of the loaded functions."""
@@ -111,7 +111,9 @@ class CoreMLPackage:
 
     def _warm_up(self, function: CoreMLFunction) -> None:
         """Run the function once, because a part of its preparation happens then; on a state of its own, if that is small."""
-        state = CoreMLState(self._shapes, function.model.make_state, self._lock) if self._shapes else None
+        state = None
+        if self._shapes:
+            state = CoreMLState(self._shapes, function.model.make_state, self._lock, str(self._path))
         if state is None or state.nbytes() <= _SMALL_STATE:
             function.warm_up(state)
 

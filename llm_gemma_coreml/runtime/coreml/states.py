@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from llm_gemma_coreml.runtime.base import Array, Rows
+from llm_gemma_coreml.runtime.coreml import native
 
 _BYTES_PER_VALUE = 2
 
@@ -24,11 +25,16 @@ class CoreMLState:
 
     in_host_memory = False
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], make: Callable[[], Any], lock: threading.RLock) -> None:
-        """make: returns a new MLState. lock: held while Core ML uses a state; all states of a package share it."""
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], make: Callable[[], Any], lock: threading.RLock, package: str
+    ) -> None:
+        """make: returns a new MLState. package: its path, for messages. lock: held while Core ML uses a state; all states
+        of a package share it.
+        """
         self._shapes = dict(shapes)
         self._make = make
         self._lock = lock
+        self._package = package
         self._native: Any = None
         self._zero = set(shapes)
 
@@ -59,7 +65,9 @@ class CoreMLState:
             everything = isinstance(rows, slice) and rows == slice(None)
             whole = np.empty(self._shapes[name], np.float32) if everything else self._read(name)
             whole[:, rows] = values
-            self._made().write_state(name, whole)
+            made = self._made()
+            with native.running(f"write_state({name})", self._package):
+                made.write_state(name, whole)
             self._zero.discard(name)
 
     def nbytes(self) -> int:
@@ -76,5 +84,7 @@ class CoreMLState:
         with self._lock:
             if name in self._zero:
                 return np.zeros(self._shapes[name], np.float32)
-            copy = np.array(self._made().read_state(name), np.float32)
+            made = self._made()
+            with native.running(f"read_state({name})", self._package):
+                copy = np.array(made.read_state(name), np.float32)
         return copy.reshape(self._shapes[name])
