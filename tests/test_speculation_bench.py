@@ -21,6 +21,8 @@ def result(kind: str, **figures: Any) -> dict[str, Any]:
         "drafted": 10,
         "accepted": 5,
         "tokens_per_round": 2.0,
+        "plain_tokens_per_second": 50.0,
+        "tokens_per_second": 100.0,
         "speedups": [1.0, 2.0, 3.0],
     } | figures
 

@@ -29,6 +29,14 @@ LLAMA_CPP = "llm_gemma_coreml.benchmark.llamacpp"
     help="Directory with llama.cpp's shared libraries (or a program in it)",
 )
 @click.option("--gguf", type=click.Path(exists=True, path_type=Path), help="The model file for llama.cpp")
+@click.option(
+    "--llama-lookup",
+    type=click.IntRange(1, 65535),
+    nargs=2,
+    default=(12, 48),
+    show_default=True,
+    help="With --speculation: tokens that llama.cpp looks up, and most that it drafts (its own defaults)",
+)
 @click.option("--plot", type=PicturePath(), help="Draw the figures to this file")
 @click.option("--speculation", is_flag=True, help="Speculative against plain decoding, by kind of text")
 @click.option(
@@ -41,7 +49,7 @@ def bench(name: str, as_json: bool, speculation: bool, plot: Path | None, **sett
     """Measure speed and memory of the bundle NAME on this machine"""
     bundle = catalog.installed_bundle(name)
     if speculation:
-        _bench_speculation(bundle.path, settings["texts"], as_json, plot)
+        _bench_speculation(bundle.path, settings, as_json, plot)
         return
     from llm_gemma_coreml.benchmark import report
 
@@ -83,12 +91,18 @@ def _llama_cpp(program: Path | None, model: Path | None) -> tuple[Path, Path]:
     return (program if program.is_dir() else program.parent), model
 
 
-def _bench_speculation(bundle: Path, texts: Path | None, as_json: bool, plot: Path | None) -> None:
+def _bench_speculation(bundle: Path, settings: dict[str, Any], as_json: bool, plot: Path | None) -> None:
     from llm_gemma_coreml.benchmark import speculation
+    from llm_gemma_coreml.benchmark.llamacpp_lookup import opener
     from llm_gemma_coreml.progress import progress_bar
 
+    rival = None
+    if settings["against"]:
+        directory, model = _llama_cpp(settings["llama_cpp"], settings["gguf"])
+        rival = opener(directory, model, settings["threads"], settings["llama_lookup"])
+    texts, repeats, threads = settings["texts"], settings["repeats"], settings["threads"]
     with progress_bar() as progress:
-        figures = speculation.run(bundle, texts, progress=progress)
+        figures = speculation.run(bundle, texts, repeats, progress=progress, threads=threads, rival=rival)
     _show(speculation, figures, as_json, plot)
 
 

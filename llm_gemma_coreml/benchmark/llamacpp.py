@@ -11,11 +11,12 @@ import ctypes
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from llm_gemma_coreml.benchmark.side import BenchmarkError, process_memory, random_tokens, serve
 
-_BATCH = 2048
+BATCH = 2048
 _PHYSICAL_BATCH = 512
 _PARAMETER_BYTES = 1024
 _FIRST_DEFAULTS = (512, 2048, 512, 1)
@@ -68,6 +69,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "llama_batch_init": (_Batch, [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]),
     "llama_decode": (ctypes.c_int32, [ctypes.c_void_p, _Batch]),
     "llama_synchronize": (None, [ctypes.c_void_p]),
+    "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [ctypes.c_void_p, ctypes.c_int32]),
 }
 
 
@@ -111,7 +113,7 @@ def context_parameters(library: ctypes.CDLL, context: int) -> _Parameters:
     data = bytearray(parameters.data)
     if struct.unpack_from("<4I", data) != _FIRST_DEFAULTS:
         raise BenchmarkError("This release of llama.cpp has other context parameters than are known here.")
-    struct.pack_into("<3I", data, 0, context, _BATCH, _PHYSICAL_BATCH)
+    struct.pack_into("<3I", data, 0, context, BATCH, _PHYSICAL_BATCH)
     places = [at for at in range(64, 256, 8) if data[at : at + 6] == _FLAG_DEFAULTS]
     if len(places) != 1:
         raise BenchmarkError("The flags of this release's context parameters are not where they were.")
@@ -140,50 +142,60 @@ class LlamaCpp:
             raise BenchmarkError(f"llama.cpp cannot make a context of {self._context_tokens} tokens.")
         library.llama_set_n_threads(self._context, self._threads, self._threads)
         self._vocabulary = int(library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model)))
-        self._batch = library.llama_batch_init(_BATCH, 0, 1)
-        self._decode(1, all_logits=True)
+        self._batch = library.llama_batch_init(BATCH, 0, 1)
+        self._decode(self._random(1), all_logits=True)
         return time.perf_counter() - start
 
     def prefill(self, tokens: int) -> float:
-        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
-        self._position = 0
+        self._forget()
         seconds = 0.0
         while self._position < tokens:
-            seconds += self._decode(min(_BATCH, tokens - self._position), all_logits=False)
+            seconds += self._decode(self._random(min(BATCH, tokens - self._position)), all_logits=False)
         return seconds
 
     def calls(self, rows: int, count: int) -> list[float]:
-        memory = self._library.llama_get_memory(self._context)
         depth = self._position
         times = []
         for _ in range(count):
-            times.append(self._decode(rows, all_logits=True))
-            if not self._library.llama_memory_seq_rm(memory, 0, depth, -1):
-                raise BenchmarkError("llama.cpp could not forget the last tokens.")
-            self._position = depth
+            times.append(self._decode(self._random(rows), all_logits=True))
+            self._rewind(depth)
         return times
 
     def memory(self) -> dict[str, int]:
         return process_memory()
 
-    def _decode(self, tokens: int, all_logits: bool) -> float:
+    def _random(self, count: int) -> list[int]:
+        return random_tokens(self._position, count, self._vocabulary)
+
+    def _forget(self) -> None:
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
+        self._position = 0
+
+    def _rewind(self, position: int) -> None:
+        """Keep the first `position` tokens. Exact for the rows of the last call: they overwrote only what is out of the
+        window of the position before them."""
+        if not self._library.llama_memory_seq_rm(self._library.llama_get_memory(self._context), 0, position, -1):
+            raise BenchmarkError("llama.cpp could not forget the last tokens.")
+        self._position = position
+
+    def _decode(self, tokens: Sequence[int], all_logits: bool) -> float:
         """One call; the time of the call itself, without filling in the batch."""
         batch = self._batch
-        batch.n_tokens = tokens
-        for row, token in enumerate(random_tokens(self._position, tokens, self._vocabulary)):
+        batch.n_tokens = len(tokens)
+        for row, token in enumerate(tokens):
             position = self._position + row
             batch.token[row] = token
             batch.pos[row] = position
             batch.n_seq_id[row] = 1
             batch.seq_id[row][0] = 0
-            batch.logits[row] = int(all_logits or row == tokens - 1)
+            batch.logits[row] = int(all_logits or row == len(tokens) - 1)
         start = time.perf_counter()
         status = self._library.llama_decode(self._context, batch)
         self._library.llama_synchronize(self._context)
         seconds = time.perf_counter() - start
         if status != 0:
             raise BenchmarkError(f"llama_decode failed with status {status} at position {self._position}.")
-        self._position += tokens
+        self._position += len(tokens)
         return seconds
 
 

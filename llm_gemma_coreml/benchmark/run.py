@@ -50,7 +50,7 @@ def measure(sides: dict[str, Side], plan: Plan, progress: Progress | None = None
     order = list(sides)
     for repeat in range(plan.repeats):
         for tokens in plan.prefills:
-            for name in _alternated(order, repeat):
+            for name in alternated(order, repeat):
                 samples[name].setdefault(("prefill", tokens), []).append(sides[name].prefill(tokens))
                 counter.add(tokens)
     for depth in plan.depths:
@@ -59,7 +59,7 @@ def measure(sides: dict[str, Side], plan: Plan, progress: Progress | None = None
             counter.add(depth)
         for repeat in range(plan.repeats):
             for rows in plan.rows:
-                for name in _alternated(order, repeat):
+                for name in alternated(order, repeat):
                     times = sides[name].calls(rows, plan.calls)[1:]
                     samples[name].setdefault((depth, rows), []).extend(times)
                     counter.add(1)
@@ -67,7 +67,8 @@ def measure(sides: dict[str, Side], plan: Plan, progress: Progress | None = None
     return {"machine": machine, "threads": plan.threads, "sides": figures}
 
 
-def _alternated(order: Sequence[str], repeat: int) -> list[str]:
+def alternated(order: Sequence[str], repeat: int) -> list[str]:
+    """The order of the sides in that repeat: turned round in every second one."""
     return list(order) if repeat % 2 == 0 else list(reversed(order))
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from llm_gemma_coreml.errors import GemmaCoreMLError
 
@@ -33,6 +33,23 @@ class Side(Protocol):
 
     def memory(self) -> dict[str, int]:
         """Bytes of this process: resident (`rss`), its peak (`peak`), proportional (`pss`, Linux)."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A text continued greedily. seconds and rounds (calls of the model): after the first token."""
+
+    tokens: list[int]
+    seconds: float
+    rounds: int
+    drafted: int
+    accepted: int
+    drafters: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second after the first."""
+        return max(len(self.tokens) - 1, 0) / self.seconds if self.seconds else 0.0
 
 
 def random_tokens(position: int, count: int, vocabulary: int) -> list[int]:
@@ -70,7 +87,7 @@ class SideProcess:
     arguments: Sequence[str]
     _process: subprocess.Popen[str] | None = field(default=None, init=False)
 
-    def __enter__(self) -> SideProcess:
+    def __enter__(self) -> Self:
         self._process = subprocess.Popen(
             [sys.executable, "-m", self.module, *self.arguments],
             stdin=subprocess.PIPE,
@@ -86,7 +103,8 @@ class SideProcess:
         self._process.kill()
         self._process.communicate()
 
-    def _ask(self, method: str, *arguments: int) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What the child's method answers to arguments that JSON can hold. Raises BenchmarkError if it fails or dies."""
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -114,23 +132,26 @@ class SideProcess:
         return lines[-1] if lines else f"exit code {code}"
 
     def load(self) -> float:
-        return float(self._ask("load"))
+        return float(self.ask("load"))
 
     def prefill(self, tokens: int) -> float:
-        return float(self._ask("prefill", tokens))
+        return float(self.ask("prefill", tokens))
 
     def calls(self, rows: int, count: int) -> list[float]:
-        return [float(seconds) for seconds in self._ask("calls", rows, count)]
+        return [float(seconds) for seconds in self.ask("calls", rows, count)]
 
     def memory(self) -> dict[str, int]:
-        return {str(key): int(value) for key, value in self._ask("memory").items()}
+        return {str(key): int(value) for key, value in self.ask("memory").items()}
 
 
-def serve(side: Side) -> None:
-    """The child's loop: answer the requests on stdin. Whatever else writes to stdout is sent to stderr."""
+METHODS = ("load", "prefill", "calls", "memory")
+
+
+def serve(side: object, names: Sequence[str] = METHODS) -> None:
+    """The child's loop: answer requests on stdin by the methods of those names. Other output to stdout is sent to stderr."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    methods = {name: getattr(side, name) for name in ("load", "prefill", "calls", "memory")}
+    methods = {name: getattr(side, name) for name in names}
     for line in sys.stdin:
         method, *arguments = json.loads(line)
         try:
