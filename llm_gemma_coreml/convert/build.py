@@ -224,8 +224,10 @@ def choose_layout(config: ModelConfig, options: BuildOptions) -> Layout:
     for width in options.widths:
         if not 1 <= width <= _POSITIONS:
             raise RequestError(f"The width {width} is not possible; use 1 to {_POSITIONS} rows per call.")
-    if not options.contexts or not options.widths or largest < _POSITIONS:
+    if not options.contexts or not options.widths:
         raise RequestError("A bundle needs at least one context and one width.")
+    if largest < _POSITIONS:
+        raise RequestError(f"A model of {config.context_length} positions is too small; at least {_POSITIONS} are needed.")
     if options.layers_per_package is not None and options.layers_per_package < 1:
         raise RequestError("A package needs at least one layer.")
     for chosen, known in ((options.write_form, WRITE_FORMS), (options.attention_form, ATTENTION_FORMS)):

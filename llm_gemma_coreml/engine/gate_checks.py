@@ -64,6 +64,16 @@ class Subject:
         """How many tokens a run has in the short and in the full set."""
         return full if self.full else short
 
+    def run_over(self, edge: int) -> tuple[int, int]:
+        """A run over the position `edge`: (tokens of its prompt, tokens to decode); (edge, 0) if none fits."""
+        count = min(self.tokens(SHORT_RUN, LONG_RUN), 2 * min(edge - 2, self.runner.context - edge))
+        return (edge - count // 2, count) if count > 0 else (edge, 0)
+
+    def short_prompts(self, count: int) -> dict[str, tuple[int, ...]]:
+        """Short prompts by name, cut so that `count` tokens can follow them."""
+        texts = gate_prompts.prompts(self.vocabulary_size, self.runner.manifest.bos_id)
+        return {name: text[: self.runner.context - count] for name, text in texts.items()}
+
     def wrap(self) -> int:
         """The position at which the ring is used again from its start."""
         return min(self.runner.geometry.capacity, self.runner.context)
@@ -80,10 +90,12 @@ class Subject:
 def speculative_equals_plain(subject: Subject) -> GateResult:
     """Greedy, with drafters that know the answer and abuse it, over the ring's wrap and each promotion."""
     tally, runner = Tally(subject.margin_bound), subject.runner
-    count = subject.tokens(SHORT_RUN, LONG_RUN)
     for edge in (subject.wrap(), *subject.edges()):
-        last = subject.prompt(edge - count // 2)[-1]
-        base = subject.base(edge - count // 2)
+        length, count = subject.run_over(edge)
+        if not count:
+            continue
+        last = subject.prompt(length)[-1]
+        base = subject.base(length)
         expected = plain(base.fork(), last, count)
         drafters = adversaries(len(base) + 1, expected.tokens, subject.vocabulary_size)
         telling = drafters if subject.full or edge == subject.wrap() else drafters[1:3]
@@ -92,7 +104,8 @@ def speculative_equals_plain(subject: Subject) -> GateResult:
             _compare(tally, expected, found, f"at {edge}, drafter {factory.name}")
         for own in subject.own_drafters():
             _compare(tally, expected, decoded(base.fork(), last, count, [own]), f"at {edge}, {own.name}")
-    for name, prompt in gate_prompts.prompts(subject.vocabulary_size, runner.manifest.bos_id).items():
+    count = min(subject.tokens(SHORT_RUN, LONG_RUN), runner.context // 2)
+    for name, prompt in subject.short_prompts(count).items():
         base = filled(runner, prompt[:-1])
         expected = plain(base.fork(), prompt[-1], count)
         _compare(tally, expected, decoded(base, prompt[-1], count, subject.own_drafters()), name)
@@ -107,7 +120,8 @@ def _compare(tally: Tally, expected: Output, found: Output, where: str) -> None:
 
 def _at_the_end_of_the_context(subject: Subject, tally: Tally) -> None:
     """Drafts beyond the last position: the output ends where plain decoding ends."""
-    prompt, left = subject.prompt(90), 21
+    left = 21
+    prompt = subject.prompt(min(90, subject.runner.context - left))
     base = filled(subject.runner, prompt[:-1])
     expected = plain(base.fork(), prompt[-1], left)
     narrow = with_context(subject.runner, len(prompt) + left)
@@ -208,10 +222,10 @@ def block_prefill_equals_single_tokens(subject: Subject) -> GateResult:
 def promoted_equals_wide(subject: Subject) -> GateResult:
     """Decoding over the edge of a rung, against a session that ran in the wider functions from the start."""
     tally, runner = Tally(subject.margin_bound), subject.runner
-    count = subject.tokens(SHORT_RUN, LONG_RUN)
     for edge in subject.edges():
-        prompt = subject.prompt(edge - count // 2)
-        narrow = subject.base(edge - count // 2)
+        length, count = subject.run_over(edge)
+        prompt = subject.prompt(length)
+        narrow = subject.base(length)
         addresses = buffer_addresses(narrow)
         wide = filled(with_rungs(runner, [r for r in runner.rungs if r > edge]), prompt[:-1])
         if tally.bitwise:
@@ -225,13 +239,15 @@ def promoted_equals_wide(subject: Subject) -> GateResult:
             tally.require(same_cache(narrow, wide), f"K/V differ after {edge}")
     left_out = [rung for rung in runner.rungs[:-1] if rung not in subject.edges()]
     detail = f"promotions at {left_out} are checked with --full" if left_out else ""
+    if len(runner.rungs) == 1:
+        detail = f"one rung of {runner.context} tokens: nothing to be promoted to"
     return tally.result("promoted = wide from the start", detail)
 
 
 def revisited_equals_fresh(subject: Subject) -> GateResult:
     """Forks, rewinds (near, and far by snapshot) and runs repeated, against a fresh session."""
     tally, runner = Tally(subject.margin_bound), subject.runner
-    count = subject.tokens(16, 80)
+    count = min(subject.tokens(16, 80), runner.context // 2)
     length = min(subject.wrap() + 50, runner.context // 2)
     prompt = subject.prompt(length)
     expected = plain(filled(runner, prompt[:-1]), prompt[-1], count)
@@ -258,8 +274,8 @@ def revisited_equals_fresh(subject: Subject) -> GateResult:
 def sampled_equals_plain(subject: Subject) -> GateResult:
     """Sampled text with drafts against sampled text without, over seeds and temperatures."""
     tally, runner = Tally(subject.margin_bound), subject.runner
-    count = subject.tokens(24, 100)
-    prompt = gate_prompts.prompts(subject.vocabulary_size, runner.manifest.bos_id)["records"]
+    count = min(subject.tokens(24, 100), runner.context // 2)
+    prompt = subject.short_prompts(count)["records"]
     base = filled(runner, prompt[:-1])
     for number, temperature in enumerate(subject.tokens(1, 3) * [0.3, 1.0, 2.0]):
         top_k, top_p, penalty = (64, 0.95, 1.1) if number % 2 else (None, None, None)

@@ -46,6 +46,13 @@ class GateResult:
     smallest_margin: float | None
     passed: bool
     detail: str = ""
+    skipped: bool = False
+    """The bundle has nothing that this gate could check; `detail` says why."""
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in a word."""
+        return "FAIL" if not self.passed else "skipped" if self.skipped else "pass"
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,7 @@ class GateReport:
         lines = [f"{'gate':<42} {'compared':>9} {'mismatches':>11} {'smallest margin':>16}"]
         for result in self.results:
             margin = "" if result.smallest_margin is None else f"{result.smallest_margin:.5f}"
-            verdict = "pass" if result.passed else "FAIL"
-            lines.append(f"{result.name:<42} {result.tokens_compared:>9} {result.mismatches:>11} {margin:>16}  {verdict}")
+            lines.append(f"{result.name:<42} {result.tokens_compared:>9} {result.mismatches:>11} {margin:>16}  {result.verdict}")
             if result.detail:
                 lines.append(f"    {result.detail}")
         lines.append(f"{'All gates pass' if self.passed else 'A gate FAILS'} on the runtime {self.runtime!r}.")
@@ -146,4 +152,5 @@ class Tally:
         if len(self.notes) > _NOTES_SHOWN:
             shown += f"; and {len(self.notes) - _NOTES_SHOWN} more"
         margin = None if math.isinf(self.smallest_margin) else self.smallest_margin
-        return GateResult(name, self.compared, self.mismatches, margin, self.mismatches == 0, shown or detail)
+        passed, skipped = self.mismatches == 0, self.compared == 0 and self.mismatches == 0
+        return GateResult(name, self.compared, self.mismatches, margin, passed, shown or detail, skipped)
