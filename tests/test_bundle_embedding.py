@@ -10,6 +10,7 @@ import pytest
 from bundle_samples import BLOCK_SIZE, TABLE, TABLE_SCALES, manifest, write_small_files
 
 from llm_gemma_coreml.bundle.embedding import EmbeddingRows
+from llm_gemma_coreml.bundle.manifest import EmbeddingTable
 from llm_gemma_coreml.errors import BundleError, RequestError
 
 
@@ -78,3 +79,19 @@ def test_a_table_outside_of_the_bundle_is_refused(tmp_path: Path) -> None:
     table = dataclasses.replace(manifest().embedding, path="../table.bin")
     with pytest.raises(BundleError, match="leaves the bundle"):
         EmbeddingRows(tmp_path / "bundle", table)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_a_long_prompt_does_not_make_the_table_part_of_this_process(tmp_path: Path) -> None:
+    columns, count = 1024, 4096
+    (tmp_path / "table.bin").write_bytes(np.ones((count, columns), np.float16).tobytes())
+    table = EmbeddingTable("table.bin", count, columns, columns, 0, 0, 1.0, dtype="float16")
+    rows = EmbeddingRows(tmp_path, table)
+    assert rows.rows(range(count)).sum() == count * columns
+    held = 0
+    mapping = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *rest = line.split()
+        mapping = rest[-1] if rest and "-" in key and len(rest) == 5 else mapping
+        held += int(rest[0]) if key == "Rss:" and mapping == str(tmp_path / "table.bin") else 0
+    assert held * 1024 < count * columns  # of twice as many bytes

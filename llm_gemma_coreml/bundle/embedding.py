@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,22 @@ class EmbeddingRows:
         self.table = table
         self._path = resolve_inside(bundle_path, table.path)
         halves = table.dtype == "float16"
-        self._values: NDArray[Any] = self._map("<f2" if halves else "i1", table.values_offset, (table.rows, table.columns))
-        self._scales: NDArray[np.float16] | None = None
-        if not halves:
-            self._scales = self._map("<f2", table.scales_offset, (table.rows, table.columns // table.block_size))
+        self._file = self._open()
+        self._values = self._array("<f2" if halves else "i1", table.values_offset, table.columns)
+        self._scales = None if halves else self._array("<f2", table.scales_offset, table.columns // table.block_size)
 
-    def _map(self, dtype: str, offset: int, shape: tuple[int, int]) -> NDArray[Any]:
-        end = offset + np.dtype(dtype).itemsize * shape[0] * shape[1]
-        size = self._path.stat().st_size
-        if end > size:
-            raise BundleError(f"{self._path} has {size} bytes, the embedding table ends at {end}. {REMEDY}")
-        mapped = np.memmap(self._path, dtype=dtype, mode="r", offset=offset, shape=shape)
-        return mapped.view(np.ndarray)
+    def _open(self) -> mmap.mmap:
+        with self._path.open("rb") as file:
+            if not self._path.stat().st_size:
+                raise BundleError(f"{self._path} is empty. {REMEDY}")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _array(self, dtype: str, offset: int, columns: int) -> NDArray[Any]:
+        count = self.table.rows * columns
+        end = offset + np.dtype(dtype).itemsize * count
+        if end > len(self._file):
+            raise BundleError(f"{self._path} has {len(self._file)} bytes, the embedding table ends at {end}. {REMEDY}")
+        return np.frombuffer(self._file, dtype, count, offset).reshape(self.table.rows, columns)
 
     def rows(self, ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.float32]:
         """Scaled rows of the token ids: fp32 [len(ids), columns].
@@ -45,6 +50,8 @@ class EmbeddingRows:
             raise RequestError(f"Token id {wrong} is not in the vocabulary of {self.table.rows} tokens.")
         values = self._values[index].astype(np.float32)
         factors = values if self._scales is None else self._scales[index].astype(np.float32)
+        # The pages stay in the system's cache, but are not held by this process: a long prompt touches most of the table.
+        self._file.madvise(mmap.MADV_DONTNEED)
         if not np.isfinite(factors).all():
             raise BundleError(f"{self._path} holds embedding values that are NaN or infinite. {REMEDY}")
         if self._scales is not None:
