@@ -18,10 +18,11 @@ from llm_gemma_coreml.bundle.manifest import load_manifest
 from llm_gemma_coreml.bundle.store import FOLDER
 from llm_gemma_coreml.commands import gemma_coreml
 from llm_gemma_coreml.engine import gate_comparison, gate_first_checks, gate_machine
-from llm_gemma_coreml.engine.gate_advice import forms_of
+from llm_gemma_coreml.engine.gate_advice import advice, forms_of
 from llm_gemma_coreml.engine.gate_agreement import Agreement, divergence
 from llm_gemma_coreml.engine.gate_first_checks import LOADING, RUNGS, SHARING, TEXTS, WIDTHS, WRITES
 from llm_gemma_coreml.engine.gate_machine import anonymous
+from llm_gemma_coreml.engine.gate_pair import Check
 from llm_gemma_coreml.runtime import notices
 from llm_gemma_coreml.runtime.base import Array
 
@@ -218,6 +219,25 @@ def test_refused_compute_units_say_why(machine: Machine) -> None:
     result = CliRunner().invoke(gemma_coreml, ["verify", NAME, "--runtime", "coreml", "--compute-units", "cpuOnly"])
     assert result.exit_code == 1
     assert "SIGSEGV" in result.output
+
+
+def test_a_bundle_for_the_phone_may_use_the_neural_engine(
+    machine: Machine, quick: None, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"contexts": (256,), "widths": (1, 4), "bits": None, "target": "iphone"}
+    tiny_models.gemma3_bundle(tmp_path / "phone" / FOLDER, checkpoint, NAME, **options)
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path / "phone"))
+    report = verify("--compute-units", "cpuAndNeuralEngine")
+    assert report["passed"]
+    assert "palettes" in report["bundle"]["quantisation"]["body"]
+
+
+def test_the_advice_for_the_phone_is_what_its_target_takes() -> None:
+    forms = {"write_form": "slice_update", "attention_form": "explicit"}
+    for phone in (True, False):
+        [line] = advice([Check(LOADING, False, "")], forms, phone)
+        assert ("--target iphone" in line) == phone
+        assert ("--layers-per-package" in line) != phone
 
 
 def test_a_changed_file_ends_the_comparison(

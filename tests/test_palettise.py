@@ -236,11 +236,12 @@ def test_packages_are_cut_by_size_and_by_states(config: Any) -> None:
 
 def test_the_command(gemma3: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    arguments = ["convert", str(gemma3[0]), "--target", "iphone", "--contexts", "256", "--name", "phone"]
+    arguments = ["convert", str(gemma3[0]), "--target", "iphone", "--contexts", "256", "--name", "phone", "--report"]
     result = CliRunner().invoke(gemma_coreml, arguments)
     assert result.exit_code == 0, result.output
     manifest = load_manifest(next(tmp_path.rglob("bundle.json")).parent)
     assert (manifest.rungs, manifest.widths) == ((256,), (1, 4))
+    assert [note for note in manifest.notes if note.startswith("4-bit palettes, weighted, with compensated rounding: KL ")]
     refused = CliRunner().invoke(gemma_coreml, [*arguments, "--bits", "8"])
     assert refused.exit_code == 1
     assert "leave out --bits" in refused.output

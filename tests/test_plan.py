@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from plugin_environment import run_llm
 
+from llm_gemma_coreml.convert.build import BuildOptions
 from llm_gemma_coreml.errors import RequestError
 from llm_gemma_coreml.known_models import KNOWN_MODELS
-from llm_gemma_coreml.planning import facts, step
+from llm_gemma_coreml.planning import facts, report, step
 from llm_gemma_coreml.planning.bandwidth import measure_bandwidth
 from llm_gemma_coreml.planning.devices import DEVICES, Device, device_names, find_device
 from llm_gemma_coreml.planning.figures import MARKS, published
@@ -162,6 +163,9 @@ def test_the_bandwidth_of_this_machine_is_measured() -> None:
     assert 0.1 < figure.value < 10_000
 
 
+FORM = ("packages", "sliding", "full", "ring", "rungs", "widths", "states", "palettised")
+
+
 def test_a_configuration_gives_what_convert_writes(tmp_path: Path) -> None:
     from tiny_checkpoints import gemma3_tensors, tiny_gemma3_config, write_checkpoint
 
@@ -172,13 +176,85 @@ def test_a_configuration_gives_what_convert_writes(tmp_path: Path) -> None:
     bundle = build_bundle(source, name="tiny", bits=8, contexts=(256,), folder=tmp_path / "bundles")
     built = shape_of_bundle(bundle)
     opened = open_source(source)
-    planned = shape_of_config(opened.config, "tiny", (256,), bits=8)
+    planned = shape_of_config(opened.config, "tiny", BuildOptions(bits=8, contexts=(256,)))
     opened.close()
-    for part in ("packages", "sliding", "full", "ring", "rungs"):
+    for part in FORM:
         assert getattr(planned, part) == getattr(built, part), part
     # Norms and tables, which are small, weigh in this tiny model.
     assert planned.head_bytes == pytest.approx(built.head_bytes, rel=0.1)
     assert planned.body_bytes == pytest.approx(built.body_bytes, rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def for_the_phone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(checkpoint, a user's folder with the bundle "phone" of it)."""
+    from support.tiny_models import gemma3_bundle, gemma3_checkpoint
+
+    folder = tmp_path_factory.mktemp("phone")
+    checkpoint = gemma3_checkpoint(folder / "checkpoint", layers=6, window=40)
+    options: dict[str, Any] = {"contexts": (256, 512), "widths": (1, 4), "bits": None, "target": "iphone"}
+    gemma3_bundle(folder / "gemma-coreml", checkpoint, name="phone", **options)
+    return checkpoint, folder
+
+
+def test_a_configuration_for_the_phone_gives_what_convert_writes(for_the_phone: tuple[Path, Path]) -> None:
+    from llm_gemma_coreml.convert.source import open_source
+
+    checkpoint, folder = for_the_phone
+    opened = open_source(checkpoint)
+    planned = shape_of_config(opened.config, "phone", BuildOptions(contexts=(256, 512), target="iphone"))
+    opened.close()
+    built = shape_of_bundle(folder / "gemma-coreml" / "phone")
+    for part in FORM:
+        assert getattr(planned, part) == getattr(built, part), part
+    # Zeros for biases and the blobs' headers come on top of the files.
+    assert 0 <= built.body_bytes - planned.body_bytes < 6 * 8192
+
+
+def test_the_plan_of_an_installed_bundle_for_the_phone(
+    for_the_phone: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = for_the_phone[1]
+    monkeypatch.setenv("LLM_USER_PATH", str(folder))
+    figures = json.loads(run("phone", "--device", "iPhone 17 Pro", "--json").stdout)
+    sizes = {path.parents[3].name: path.stat().st_size for path in folder.rglob("weight.bin")}
+    weights, packages = figures["model"]["weights"], figures["model"]["packages"]
+    assert (weights["value"], weights["basis"]) == (sum(sizes.values()), "measured")
+    assert (packages["count"], packages["states"], packages["widths"]) == (7, 2, [1, 4])
+    assert packages["largest"]["value"] == max(sizes.values())
+    assert [rung["rung"] for rung in figures["rungs"]] == [256, 512]
+    assert [rung["reads"]["body"]["value"] for rung in figures["rungs"]] == [sum(sizes.values()) - sizes["head.mlpackage"]] * 2
+    assert list(figures["rungs"][0]["verify"]) == ["4"], "it has no function of 8 rows"
+    assert {case["rows"] for case in figures["speculation"]} == {4}
+    text = run("phone", "--device", "iPhone 17 Pro").stdout
+    assert "up to 2 states in one; 1, 4 rows a call" in text
+    assert "A prompt is read 4 tokens a call" in text
+    assert "--target iphone" not in text
+
+
+def test_a_bundle_to_be_for_the_phone() -> None:
+    usual, phone = (
+        json.loads(run("gemma-3-1b", "--device", "iPhone 17 Pro", "--bits", "4", "--json", *more).stdout)
+        for more in ((), ("--target", "iphone"))
+    )
+    assert "see --target iphone" in " ".join(usual["remarks"])
+    assert "see --target iphone" not in " ".join(phone["remarks"])
+    assert phone["model"]["packages"]["count"] == 27
+    assert phone["model"]["packages"]["states"] == 2
+    assert [rung["rung"] for rung in phone["rungs"]] == [1024, 4096]
+    # 16 fp16 values for 16 rows of mostly 1,152 columns, instead of an fp16 scale for each 32 values.
+    share = phone["rungs"][0]["reads"]["body"]["value"] / usual["rungs"][0]["reads"]["body"]["value"]
+    assert share == pytest.approx((0.5 + 2 / 1152) / 0.5625, rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("widths", "planned"), [((1, 2, 4, 8, 128), (4, 8)), ((1, 128), ()), ((1, 2, 128), (2,)), ((1, 4), (4,))]
+)
+def test_verify_calls_are_those_that_there_are_functions_for(widths: tuple[int, ...], planned: tuple[int, ...]) -> None:
+    shape = replace(SMALL, widths=widths)
+    assert facts.verify_rows(shape) == planned
+    text = report.render(facts.plan(shape, PLAIN))
+    assert ("Speculation: none" in text) == (not planned)
 
 
 def test_the_catalogues_memory_figures_are_those_of_the_plan() -> None:
@@ -263,6 +339,7 @@ def test_the_picture(tmp_path: Path, ending: str) -> None:
         (["gemma-9", "--device", "M1"], "no known model 'gemma-9'. Known: gemma-3-12b,"),
         (["gemma-3-1b", "--device", "M1", "--plot", "x.txt"], "must end in .png"),
         (["gemma-3-1b", "--device", "M1", "--contexts", "0"], "below 1"),
+        (["gemma-3-1b", "--device", "A19", "--target", "iphone", "--bits", "8"], "leave out --bits"),
         (["gemma-3-1b", "--device", "M1", "--plot", "/no/such/folder/x.png"], "No such file"),
     ],
 )

@@ -204,6 +204,16 @@ def test_comparison_reports_divergence_and_agreement(tmp_path: Path, monkeypatch
     assert compensated.kl_divergence < searched.kl_divergence < plain.kl_divergence
 
 
+def test_palettes_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write_gguf(tmp_path / "tiny.gguf")
+    source = open_source(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(calibration, "EVALUATION_TOKENS", 60)
+    found = calibration.compare_quantisations(source, palettes=True)
+    assert ["palettes" in each.label for each in found] == [False, True, True, True]
+    eight, plain, _, compensated = found
+    assert 0 <= eight.kl_divergence < compensated.kl_divergence < plain.kl_divergence
+
+
 def test_divergence_over_pieces_of_the_vocabulary_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

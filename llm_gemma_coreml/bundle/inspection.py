@@ -112,6 +112,11 @@ def weight_bytes(package_path: Path) -> int:
     return sum(file.stat().st_size for file in open_package(package_path).weight_files())
 
 
+def is_palettised(manifest: Manifest) -> bool:
+    """Whether the layers' weights are indices into tables, as `convert --target iphone` makes them."""
+    return "palettes" in manifest.quantisation.get("body", "")
+
+
 def cache_bytes(manifest: Manifest) -> tuple[int, int]:
     """Bytes of K/V: of the rings (constant), and what each token of context adds in full layers."""
     ring = per_token = 0

@@ -57,7 +57,7 @@ class BuildOptions:
     write_form: str = "slice_update"
     attention_form: str = "explicit"
     report: bool = False
-    """Measure int8 and int4 against the unquantised model, and put the figures into the bundle's notes."""
+    """Measure int8 and 4 bits against the unquantised model, and put the figures into the bundle's notes."""
     target: str = "mac"
     """"mac" or "iphone": palettised weights and small packages (see target.py)."""
 
@@ -170,7 +170,7 @@ def _build(
         require_free_space(folder, needed - work.finished_bytes())
         source.tokenizer_model()  # a checkpoint without a usable one fails now, not after the packages
         tell("Preparing", 2, 2)
-        notes = (*source.notes, *(_report(source, tell) if options.report else ()))
+        notes = (*source.notes, *(_report(source, palettised, tell) if options.report else ()))
         weights = PalettisedWeights(source, importance) if palettised else WeightTable(source, bits, importance)
         writing = _Writing(work, source, layout, weights, assistant, tell)
         embedding = writing.write_packages()
@@ -206,6 +206,11 @@ def _require_coremltools() -> None:
         ) from error
 
 
+def layers_per_package(config: ModelConfig) -> int:
+    """How many layers a package has, if nothing was chosen: all of a small model, else 12."""
+    return config.layers if parameters(config) < SMALL_MODEL else _LARGE_PACKAGE
+
+
 def choose_bits(config: ModelConfig, bits: int | None) -> int:
     if bits not in (None, 4, 8, 16):
         raise RequestError(f"bits is {bits}; choose 8 or 4 (or 16 for plain fp16).")
@@ -234,13 +239,12 @@ def choose_layout(config: ModelConfig, options: BuildOptions) -> Layout:
         if chosen not in known:
             raise RequestError(f"{chosen!r} is not one of {', '.join(known)}.")
     widths = tuple(sorted(set(options.widths)))
-    small = parameters(config) < SMALL_MODEL
     return Layout(
         rungs=tuple(sorted({min(context, largest) for context in options.contexts})),
         widths=widths,
         head_widths=tuple(sorted({1, *widths})),
         ring_capacity=ring_capacity(config.sliding_window, widths),
-        layers_per_package=options.layers_per_package or (config.layers if small else _LARGE_PACKAGE),
+        layers_per_package=options.layers_per_package or layers_per_package(config),
         write_form=options.write_form,
         attention_form=options.attention_form,
     )
@@ -267,11 +271,11 @@ def _on_int4_grid(source: Source) -> bool:
     return all(source.blocks(name, 4) is not None for name in names if name in known)
 
 
-def _report(source: Source, tell: Progress) -> tuple[str, ...]:
+def _report(source: Source, palettised: bool, tell: Progress) -> tuple[str, ...]:
     from llm_gemma_coreml.convert.calibration import compare_quantisations
 
     tell("Comparing quantisations", 0, 1)
-    comparisons = compare_quantisations(source)
+    comparisons = compare_quantisations(source, palettes=palettised)
     tell("Comparing quantisations", 1, 1)
     return tuple(
         f"{c.label}: KL {c.kl_divergence:.5f} nats, argmax agreement {c.argmax_agreement:.2%} "

@@ -16,6 +16,10 @@ from llm_gemma_coreml.convert.source import PROJECTIONS, Float32, Source, expect
 
 CALIBRATION_TOKENS = 1088
 EVALUATION_TOKENS = 768
+Use = Callable[[str], NDArray[np.float32] | ColumnUse | None]
+"""What is known of a linear's input columns, by its name."""
+Way = Callable[[str], Float32]
+"""The fp32 weight of that name after quantisation and back."""
 
 
 @dataclass(frozen=True)
@@ -80,24 +84,53 @@ class Importance(Mapping[str, ColumnUse]):
         self._next_layer += 1
 
 
-def compare_quantisations(source: Source, importance: Importance | None = None) -> list[Comparison]:
-    """int8, plain int4, searched int4 and compensated int4 (all with an int8 head) against the unquantised model."""
+def compare_quantisations(source: Source, importance: Importance | None = None, palettes: bool = False) -> list[Comparison]:
+    """int8, plain int4, searched int4 and compensated int4 (all with an int8 head) against the unquantised model.
+
+    palettes: ways to 4-bit palettes instead of those to int4.
+    """
     importance = Importance(source) if importance is None else importance
     ids = text_ids(source, "evaluation.txt", EVALUATION_TOKENS)
-    plans: dict[str, tuple[int, Callable[[str], NDArray[np.float32] | ColumnUse | None]]] = {
-        "int8": (8, lambda name: None),
-        "int4, round to nearest": (4, lambda name: None),
-        "int4, searched scales": (4, lambda name: importance[name].importance),
-        "int4, searched scales and compensated rounding": (4, importance.__getitem__),
-    }
+    ways = _ways(source, importance, palettes)
     hidden = _embedded(source, ids)
     exact = run_layers(source, hidden)
-    others = [run_layers(_Requantised(source, bits, use), hidden) for bits, use in plans.values()]
+    others = [run_layers(_Requantised(source, way), hidden) for way in ways.values()]
     results = _compare_logits(source, exact, others)
     return [
         Comparison(label, divergence, agreement, len(ids))
-        for label, (divergence, agreement) in zip(plans, results, strict=True)
+        for label, (divergence, agreement) in zip(ways, results, strict=True)
     ]
+
+
+def _ways(source: Source, importance: Importance, palettes: bool) -> dict[str, Way]:
+    """What makes the linear weight of a name, by the label of the way; the last is what a conversion does."""
+    from llm_gemma_coreml.convert.palettise import palettised_tensor
+
+    def blocks(bits: int, use: Use) -> Way:
+        return lambda name: quantised_tensor(source, name, bits, use(name)).dequantise()
+
+    def tables(use: Use) -> Way:
+        return lambda name: palettised_tensor(source, name, use(name)).dequantise()
+
+    def unused(name: str) -> None:
+        return None
+
+    def columns(name: str) -> Float32:
+        return importance[name].importance
+
+    together = importance.__getitem__
+    ways = {"int8": blocks(8, unused)}
+    if palettes:
+        return ways | {
+            "4-bit palettes": tables(unused),
+            "4-bit palettes, weighted": tables(columns),
+            "4-bit palettes, weighted, with compensated rounding": tables(together),
+        }
+    return ways | {
+        "int4, round to nearest": blocks(4, unused),
+        "int4, searched scales": blocks(4, columns),
+        "int4, searched scales and compensated rounding": blocks(4, together),
+    }
 
 
 def text_ids(source: Source, name: str, limit: int) -> list[int]:
@@ -112,16 +145,14 @@ def text_ids(source: Source, name: str, limit: int) -> list[int]:
 class _Requantised:
     """The weights of a source after quantisation and back."""
 
-    def __init__(
-        self, source: Source, bits: int, use: Callable[[str], NDArray[np.float32] | ColumnUse | None]
-    ) -> None:
+    def __init__(self, source: Source, way: Way) -> None:
         self.config = source.config
-        self._source, self._bits, self._use = source, bits, use
+        self._source, self._way = source, way
 
     def tensor(self, name: str) -> Float32:
         if name.rpartition(".")[2] not in PROJECTIONS:
             return self._source.tensor(name)
-        return quantised_tensor(self._source, name, self._bits, self._use(name)).dequantise()
+        return self._way(name)
 
 
 def _embedded(source: Source, ids: Sequence[int]) -> Float32:

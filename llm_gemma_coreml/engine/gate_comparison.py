@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llm_gemma_coreml.bundle.inspection import is_palettised
 from llm_gemma_coreml.bundle.manifest import MANIFEST_FILE, Manifest, load_manifest
 from llm_gemma_coreml.engine.engine import open_runner
 from llm_gemma_coreml.engine.gate_advice import advice, forms_of
@@ -94,7 +95,7 @@ def _as_check(result: GateResult) -> Check:
 def _advice(bundle_path: Path, manifest: Manifest, file: ReportFile) -> list[str]:
     if manifest.layout != "ladder" or any(check.name == FILES and not check.passed for check in file.checks):
         return []
-    return advice(file.checks, forms_of(bundle_path, manifest))
+    return advice(file.checks, forms_of(bundle_path, manifest), is_palettised(manifest))
 
 
 def _bundle_facts(bundle_path: Path, manifest: Manifest) -> dict[str, Any]:

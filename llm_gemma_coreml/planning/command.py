@@ -37,12 +37,13 @@ def _devices() -> tuple[str, ...]:
 )
 @click.option("--contexts", type=Counts(), help="Rungs of a bundle that is still to be converted")
 @click.option("--bits", type=click.Choice(["4", "8"]), help="Bits per weight of such a bundle; default: by the model's size")
+@click.option("--target", type=click.Choice(["mac", "iphone"]), default="mac", help="As for convert; of such a bundle too")
 @click.option("--compare", is_flag=True, help="Show what others measured beside what this model of a step says")
 @click.option("--plot", type=PicturePath(), help="Draw the plan into this file (png, svg, pdf)")
 @as_json
 @one_line_errors
 def plan(
-    name: str, device: str, contexts: Any, bits: str | None, compare: bool, plot: Path | None, as_json: bool
+    name: str, device: str, contexts: Any, bits: str | None, target: str, compare: bool, plot: Path | None, as_json: bool
 ) -> None:
     """Show what the model NAME needs and how fast it could be on a device
 
@@ -55,7 +56,7 @@ def plan(
     from llm_gemma_coreml.planning.sources import find_shape
 
     found = find_device(device)
-    shape = find_shape(name, contexts, None if bits is None else int(bits))
+    shape = find_shape(name, contexts, None if bits is None else int(bits), target)
     figures = facts.plan(shape, found)
     if plot is not None:
         from llm_gemma_coreml.planning.picture import draw

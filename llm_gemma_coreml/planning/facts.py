@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from llm_gemma_coreml.convert.target import MOST_STATES, NEURAL_ENGINE_BYTES
 from llm_gemma_coreml.planning import step
 from llm_gemma_coreml.planning.devices import Device
 from llm_gemma_coreml.planning.figures import Basis, Figure, computed
 from llm_gemma_coreml.planning.shapes import ModelShape
 from llm_gemma_coreml.planning.speculation import ACCEPTANCES, break_even, speedup, tokens_per_round
 
-VERIFY_ROWS = (4, 8)
+_VERIFY_ROWS = (4, 8)
+_MOST_VERIFY_ROWS = 16
+"""Wider functions are there for prompts."""
+_PROMPT = 1000
 
 
 def plan(shape: ModelShape, device: Device) -> dict[str, Any]:
@@ -22,12 +26,56 @@ def plan(shape: ModelShape, device: Device) -> dict[str, Any]:
             "layout": shape.layout,
             "weights": _figure(shape.weight_bytes, "bytes", shape.weights_basis, shape.origin),
             "other": _figure(shape.extra_bytes, "bytes", shape.weights_basis, shape.origin),
+            "packages": _packages(shape),
         },
         "device": _device(device),
         "fits": fits(shape, device),
         "rungs": [_rung(shape, device, rung) for rung in shape.rungs],
         "speculation": _speculation(shape, device),
+        "remarks": remarks(shape, device),
     }
+
+
+def verify_rows(shape: ModelShape) -> tuple[int, ...]:
+    """Rows of the verify calls that are planned: 4 and 8, or what the bundle has functions for."""
+    if shape.layout == "published":  # its packages take any number of rows
+        return _VERIFY_ROWS
+    offered = [rows for rows in shape.widths if 1 < rows <= _MOST_VERIFY_ROWS]
+    return tuple(rows for rows in _VERIFY_ROWS if rows in offered) or tuple(offered[-2:])
+
+
+def _packages(shape: ModelShape) -> dict[str, Any]:
+    facts: dict[str, Any] = {"count": shape.packages, "widths": list(shape.widths), "any_width": shape.layout == "published"}
+    if shape.states is not None:
+        facts["states"] = shape.states
+    if shape.largest_package is not None:
+        facts["largest"] = _figure(shape.largest_package, "bytes", shape.weights_basis, shape.origin)
+    return facts
+
+
+def remarks(shape: ModelShape, device: Device) -> list[str]:
+    """What the figures do not say: how prompts are read without a wide function, and what a phone's processors take."""
+    said = []
+    widest = shape.widths[-1]
+    if widest <= _MOST_VERIFY_ROWS:
+        seconds = -(-_PROMPT // widest) * step.call_milliseconds(shape, device, shape.rungs[0], widest) / 1000
+        said.append(f"A prompt is read {widest} tokens a call: about {seconds:.0f} s for {_PROMPT:,} tokens (c).")
+    if device.kind != "iphone":
+        return said
+    if (shape.states or 0) > MOST_STATES or (shape.largest_package or 0) > NEURAL_ENGINE_BYTES:
+        said.append(
+            f"The Neural Engine is reported to take packages of at most {MOST_STATES} states and about "
+            f"{NEURAL_ENGINE_BYTES / 1e9:g} GB (p); others run on the GPU: see --target iphone."
+        )
+    elif not shape.palettised:
+        said.append(
+            "Block weights are reported to run on the CPU of an iPhone, not on its Neural Engine (p): see --target iphone."
+        )
+    else:
+        said.append(
+            "Palettised weights are counted as they are stored. Reports differ on whether the Neural Engine holds them so (p)."
+        )
+    return said
 
 
 def _figure(value: float, unit: str, basis: Basis = "computed", source: str = "") -> dict[str, Any]:
@@ -77,7 +125,7 @@ def _rung(shape: ModelShape, device: Device, rung: int) -> dict[str, Any]:
         "floor": _figure(step.floor_milliseconds(shape, device, rung), "ms/token"),
         "step": _figure(plain, "ms/token"),
         "rate": _figure(1000 / plain, "tokens/s"),
-        "verify": {str(rows): _figure(step.call_milliseconds(shape, device, rung, rows), "ms") for rows in VERIFY_ROWS},
+        "verify": {str(rows): _figure(step.call_milliseconds(shape, device, rung, rows), "ms") for rows in verify_rows(shape)},
         "draft": _figure(step.draft_milliseconds(shape, device, rung), "ms"),
         "load_bound": step.is_load_bound(shape, device, rung),
     }
@@ -92,7 +140,7 @@ def _speculation(shape: ModelShape, device: Device) -> list[dict[str, Any]]:
     for rung in sorted({shape.rungs[0], shape.rungs[-1]}):
         plain = step.call_milliseconds(shape, device, rung)
         for name, share in drafters:
-            for rows in VERIFY_ROWS:
+            for rows in verify_rows(shape):
                 verify = step.call_milliseconds(shape, device, rung, rows)
                 drafting = share * (rows - 1) * step.draft_milliseconds(shape, device, rung)
                 found.append(

@@ -7,7 +7,7 @@ from typing import Any
 
 from llm_gemma_coreml.planning import step
 from llm_gemma_coreml.planning.devices import Device
-from llm_gemma_coreml.planning.facts import VERIFY_ROWS, time_by_part
+from llm_gemma_coreml.planning.facts import time_by_part
 from llm_gemma_coreml.planning.figures import MARKS
 from llm_gemma_coreml.planning.published_runs import Comparison
 from llm_gemma_coreml.planning.shapes import ModelShape
@@ -27,14 +27,26 @@ def _heading(facts: dict[str, Any]) -> Iterator[str]:
     yield f"  model     {_bytes(model['weights'])} of weights, from {model['origin']}"
     if model["other"]["value"]:
         yield f"            {_bytes(model['other'])} besides (embedding table, drafter)"
+    yield f"  packages  {_packages(model['packages'])}"
     yield f"  device    {_of(device['bandwidth'])} of memory bandwidth, {sizes} GB of memory"
     yield f"  fits      {facts['fits']}"
 
 
+def _packages(facts: dict[str, Any]) -> str:
+    text = str(facts["count"])
+    if "largest" in facts:
+        text += f", the largest with {_bytes(facts['largest'])} of weights"
+    if "states" in facts:
+        text += f", up to {facts['states']} states in one"
+    widths = f"1 to {facts['widths'][-1]}" if facts["any_width"] else ", ".join(map(str, facts["widths"]))
+    return f"{text}; {widths} rows a call"
+
+
 def _rungs(facts: dict[str, Any]) -> Iterator[str]:
     head = ["rung", "K/V", "memory", "layers", "head", "ring", "full", "floor", "about", "tokens/s"]
-    rows = [[*head, *(f"{rows} rows" for rows in VERIFY_ROWS)]]
-    rows.append(["", "", "", "read:", "", "", "", "ms", "ms", "", *("ms" for _ in VERIFY_ROWS)])
+    calls = facts["rungs"][0]["verify"]
+    rows = [[*head, *(f"{rows} rows" for rows in calls)]]
+    rows.append(["", "", "", "read:", "", "", "", "ms", "ms", "", *("ms" for _ in calls)])
     for rung in facts["rungs"]:
         reads = (_bytes(rung["reads"][part]) for part in ("body", "head", "ring", "full"))
         times = (_of(rung[name], unit=False) for name in ("floor", "step", "rate"))
@@ -44,6 +56,9 @@ def _rungs(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _speculation(facts: dict[str, Any]) -> Iterator[str]:
+    if not facts["speculation"]:
+        yield "Speculation: none, its packages have no function for a few rows"
+        return
     yield "Speculation: times faster than plain decoding, by the chance that a draft is accepted (c)"
     rows = [["drafter", "rung", "rows", "pays from", *_CHANCES]]
     for case in facts["speculation"]:
@@ -59,6 +74,7 @@ def _notes(facts: dict[str, Any]) -> Iterator[str]:
     for name in ("bandwidth", "efficiency", "dispatch", "four_rows", "flash"):
         if (figure := facts["device"].get(name)) and figure.get("source"):
             yield f"  {name.replace('_', ' ')}: {figure['value']:g} {figure['unit']}, {figure['basis']}: {figure['source']}"
+    yield from facts["remarks"]
     yield "No Apple device has run our packages yet. `llm gemma-coreml bench` measures instead of computing."
 
 

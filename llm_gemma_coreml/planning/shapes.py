@@ -1,7 +1,8 @@
-"""What of a model decides its speed and its memory: bytes of weights, K/V per slot, packages per call."""
+"""What of a model decides its speed and its memory: bytes of weights, K/V per slot, packages and rows per call."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -10,15 +11,16 @@ from llm_gemma_coreml.planning.figures import Basis
 
 if TYPE_CHECKING:
     from llm_gemma_coreml.bundle.manifest import Manifest
+    from llm_gemma_coreml.convert.build import BuildOptions
     from llm_gemma_coreml.convert.source import ModelConfig
 
 _FP16 = 2
 _INT8_PER_WEIGHT = 1 + _FP16 / 32
 _INT4_PER_WEIGHT = 0.5 + _FP16 / 32
-_SMALL_MODEL = 1_000_000_000
-_LAYERS_PER_PACKAGE = 12
 _SMALL_FILE = 32 << 20
 """Tokenizers and texts are smaller; embedding tables and drafters are larger."""
+_WIDTHS = (1, 2, 4, 8, 128)
+"""Rows of a call, if nothing else was chosen."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,14 @@ class ModelShape:
     """What else is held in memory: an embedding table of its own, drafters."""
     drafter_bytes: int | None = None
     """What one call of its assistant model reads; None: it has none."""
+    widths: tuple[int, ...] = _WIDTHS
+    """Rows of a call that it has functions for, ascending; prompts are read with the largest."""
+    largest_package: int | None = None
+    """Bytes of weights of the largest package; None: not known."""
+    states: int | None = None
+    """States of the package that has most of them; None: not known."""
+    palettised: bool = False
+    """The layers' weights are indices into tables, for the Neural Engine."""
 
     @property
     def weight_bytes(self) -> int:
@@ -81,19 +91,21 @@ class ModelShape:
 
 def shape_of_bundle(path: Path) -> ModelShape:
     """The shape of an installed bundle; the weights are those of its files. Raises BundleError, PackageError."""
-    from llm_gemma_coreml.bundle.inspection import weight_bytes
+    from llm_gemma_coreml.bundle.inspection import is_palettised, weight_bytes
     from llm_gemma_coreml.bundle.manifest import load_manifest
 
     manifest = load_manifest(path)
     layers = [package.path for package in manifest.layer_packages]
     counted = (*layers, manifest.head_package)
+    sizes = [weight_bytes(path / package) for package in counted]
+    held = Counter(state.package for state in manifest.states)
     besides = [entry.size for entry in manifest.files if not entry.path.startswith(counted)]
     return ModelShape(
         name=manifest.name,
         origin=f"the bundle in {path}",
         weights_basis="measured",
-        body_bytes=sum(weight_bytes(path / package) for package in layers),
-        head_bytes=weight_bytes(path / manifest.head_package),
+        body_bytes=sum(sizes[:-1]),
+        head_bytes=sizes[-1],
         packages=len(layers) + 1,
         sliding=_kind(manifest, "sliding"),
         full=_kind(manifest, "full"),
@@ -102,6 +114,10 @@ def shape_of_bundle(path: Path) -> ModelShape:
         layout="published" if manifest.layout == "published" else "ladder",
         extra_bytes=sum(size for size in besides if size > _SMALL_FILE),
         drafter_bytes=None if manifest.drafter is None else weight_bytes(path / manifest.drafter.path),
+        widths=manifest.widths,
+        largest_package=max(sizes),
+        states=max(held.values(), default=None),
+        palettised=is_palettised(manifest),
     )
 
 
@@ -114,31 +130,39 @@ def _kind(shape: Manifest | ModelConfig, kind: str) -> CacheKind:
     )
 
 
-def shape_of_config(
-    config: ModelConfig, name: str, rungs: tuple[int, ...], bits: int | None = None, drafter_bytes: int | None = None
-) -> ModelShape:
-    """The shape that `convert` would give to a model of that configuration; `bits` of the layers: 8, 4, None: by size."""
-    from llm_gemma_coreml.convert.build import DEFAULT_WIDTHS, parameters, ring_capacity
+def shape_of_config(config: ModelConfig, name: str, options: BuildOptions, drafter_bytes: int | None = None) -> ModelShape:
+    """The shape that `convert` would give to a model of that configuration. Raises RequestError for a choice it refuses."""
+    from llm_gemma_coreml.convert.build import choose_bits, layers_per_package, parameters, ring_capacity
+    from llm_gemma_coreml.convert.target import for_target, layer_bytes
 
-    total = parameters(config)
+    options = for_target(options, config)
+    total, palettised = parameters(config), options.target == "iphone"
     embedding = config.vocabulary_size * config.hidden_size
-    small = total < _SMALL_MODEL
-    bits = bits or (8 if small else 4)
-    body = (total - embedding) * (_INT8_PER_WEIGHT if bits == 8 else _INT4_PER_WEIGHT)
-    packages = 1 if small else -(-config.layers // _LAYERS_PER_PACKAGE)
-    largest = config.context_length
+    bits = choose_bits(config, options.bits)
+    if palettised:
+        by_layer = [float(layer_bytes(config, layer)) for layer in range(config.layers)]
+    else:
+        each = (total - embedding) * (_INT8_PER_WEIGHT if bits == 8 else _INT4_PER_WEIGHT) / config.layers
+        by_layer = [each] * config.layers
+    step = options.layers_per_package or layers_per_package(config)
+    packages = [by_layer[first : first + step] for first in range(0, config.layers, step)]
+    head = embedding * _INT8_PER_WEIGHT
     return ModelShape(
         name=name,
-        origin=f"its configuration, with int{bits} layers and an int8 head",
+        origin=f"its configuration, with {'4-bit palettes' if palettised else f'int{bits}'} in its layers and an int8 head",
         weights_basis="computed",
-        body_bytes=round(body),
-        head_bytes=round(embedding * _INT8_PER_WEIGHT),
-        packages=packages + 1,
+        body_bytes=round(sum(by_layer)),
+        head_bytes=round(head),
+        packages=len(packages) + 1,
         sliding=_kind(config, "sliding"),
         full=_kind(config, "full"),
-        ring=ring_capacity(config.sliding_window, DEFAULT_WIDTHS),
-        rungs=tuple(sorted({min(rung, largest) for rung in rungs})),
+        ring=ring_capacity(config.sliding_window, options.widths),
+        rungs=tuple(sorted({min(rung, config.context_length) for rung in options.contexts})),
         drafter_bytes=drafter_bytes,
+        widths=tuple(sorted(set(options.widths))),
+        largest_package=round(max(head, *map(sum, packages))),
+        states=2 * max(map(len, packages)),
+        palettised=palettised,
     )
 
 

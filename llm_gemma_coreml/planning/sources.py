@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from llm_gemma_coreml import catalog
 from llm_gemma_coreml.bundle.store import list_bundles
 from llm_gemma_coreml.errors import BundleError, SourceError
 from llm_gemma_coreml.planning.shapes import ASSISTANT_BYTES, PUBLISHED, ModelShape, shape_of_bundle, shape_of_config
 
-DEFAULT_RUNGS = (4096, 32768, 131072)
+if TYPE_CHECKING:
+    from llm_gemma_coreml.convert.build import BuildOptions
+
 _DRAFTED = "gemma-4-12b"
 
 
-def find_shape(name: str, rungs: tuple[int, ...] | None = None, bits: int | None = None) -> ModelShape:
-    """The shape of that model. rungs, bits: what `convert` is to be given; they do not change an installed bundle.
+def find_shape(
+    name: str, rungs: tuple[int, ...] | None = None, bits: int | None = None, target: str = "mac"
+) -> ModelShape:
+    """The shape of that model. rungs, bits, target: what `convert` is to be given; they do not change an installed bundle.
 
-    Raises BundleError with the names that can be planned for.
+    Raises BundleError with the names that can be planned for, RequestError for what `convert` refuses.
     """
     plain = name.removeprefix(catalog.MODEL_PREFIX)
     plain = catalog.alias_meanings().get(plain, plain)
@@ -31,14 +37,20 @@ def find_shape(name: str, rungs: tuple[int, ...] | None = None, bits: int | None
     except SourceError as error:
         raise BundleError(f"There is no bundle and no known model {name!r}. Known: {', '.join(plannable())}.") from error
     drafter = ASSISTANT_BYTES if base == _DRAFTED else None
-    return shape_of_config(config, plain, rungs or DEFAULT_RUNGS, bits, drafter)
+    return shape_of_config(config, plain, _options(rungs, bits, target), drafter)
 
 
 def published_model_in_our_layout() -> ModelShape:
     """What `convert` makes of the model that the published bundle holds."""
     from llm_gemma_coreml.convert.random_models import random_config
 
-    return shape_of_config(random_config(_DRAFTED), _DRAFTED, DEFAULT_RUNGS, drafter_bytes=ASSISTANT_BYTES)
+    return shape_of_config(random_config(_DRAFTED), _DRAFTED, _options(), ASSISTANT_BYTES)
+
+
+def _options(rungs: tuple[int, ...] | None = None, bits: int | None = None, target: str = "mac") -> BuildOptions:
+    from llm_gemma_coreml.convert.build import DEFAULT_CONTEXTS, BuildOptions
+
+    return BuildOptions(bits=bits, contexts=rungs or DEFAULT_CONTEXTS, target=target)
 
 
 def _configuration(name: str) -> str:
