@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.reference_model import BLOCK, RUNGS, VOCABULARY, TinyModel, TinyRuntime, tiny_manifest, write_table
 
-from llm_gemma_coreml.engine.engine import Engine, choose_runtime
+from llm_gemma_coreml.engine.engine import RUNTIME_VARIABLE, Engine, choose_runtime
 from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.request import GenerationRequest, SamplingParameters
 from llm_gemma_coreml.errors import (
@@ -76,6 +76,20 @@ def test_overflow_is_an_error_before_anything_is_computed(tiny: Tiny, prompt: in
 def test_an_unknown_runtime_is_named() -> None:
     with pytest.raises(RequestError, match="no runtime 'fast'"):
         choose_runtime("fast")
+
+
+def test_the_environment_chooses_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (TinyRuntime(tiny_manifest(), TinyModel()) for _ in range(2))
+    second.name = "second"
+    monkeypatch.setattr("llm_gemma_coreml.hooks.runtimes", lambda: [first, second])
+    monkeypatch.delenv(RUNTIME_VARIABLE, raising=False)
+    assert choose_runtime(None) is first
+    monkeypatch.setenv(RUNTIME_VARIABLE, "second")
+    assert choose_runtime(None) is second
+    assert choose_runtime(first.name) is first
+    monkeypatch.setenv(RUNTIME_VARIABLE, "fast")
+    with pytest.raises(RequestError, match="no runtime 'fast'"):
+        choose_runtime(None)
 
 
 def test_a_machine_without_a_runtime_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

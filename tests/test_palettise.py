@@ -242,9 +242,10 @@ def test_the_command(gemma3: tuple[Path, Path], tmp_path: Path, monkeypatch: pyt
     manifest = load_manifest(next(tmp_path.rglob("bundle.json")).parent)
     assert (manifest.rungs, manifest.widths) == ((256,), (1, 4))
     assert [note for note in manifest.notes if note.startswith("4-bit palettes, weighted, with compensated rounding: KL ")]
-    refused = CliRunner().invoke(gemma_coreml, [*arguments, "--bits", "8"])
-    assert refused.exit_code == 1
-    assert "leave out --bits" in refused.output
+    for more, said in ((("--bits", "8"), "leave out --bits"), (("--drafter", str(gemma3[0])), "leave out --drafter")):
+        refused = CliRunner().invoke(gemma_coreml, [*arguments, *more])
+        assert refused.exit_code == 1
+        assert said in refused.output
 
 
 def test_groups_are_of_the_size_that_the_neural_engine_takes() -> None:

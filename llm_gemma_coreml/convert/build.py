@@ -150,6 +150,11 @@ def _build(
     name = name or source.config.name
     check_name(name)
     folder = folder or bundles_folder()
+    if drafter is not None and options.target == "iphone":
+        raise RequestError(
+            "--target iphone has a layer in each package, but a drafter needs several layers of the model beside it: "
+            "leave out --drafter."
+        )
     options = for_target(options, source.config)
     palettised = options.target == "iphone"
     bits = choose_bits(source.config, options.bits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import time
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 Work = Callable[[], None]
 CACHE_FOLDER = ".cache"
 """Folder inside a bundle where runtimes keep translations."""
+RUNTIME_VARIABLE = "LLM_GEMMA_COREML_RUNTIME"
+"""Environment variable: the name of the runtime to take where none is asked for."""
 
 
 class Engine:
@@ -252,12 +255,15 @@ def open_runner(
 
 
 def choose_runtime(wanted: Runtime | str | None) -> Runtime:
-    """The runtime of that name, or the first that works here. Raises MissingDependencyError, RequestError."""
+    """The runtime of that name, else the environment's, else the first that works here.
+
+    Raises MissingDependencyError, RequestError.
+    """
     from llm_gemma_coreml import hooks
 
     if wanted is not None and not isinstance(wanted, str):
         return wanted
-    known = hooks.runtimes()
+    known, wanted = hooks.runtimes(), wanted or os.environ.get(RUNTIME_VARIABLE) or None
     if wanted is not None:
         known = [runtime for runtime in known if runtime.name == wanted]
         if not known:

@@ -13,6 +13,7 @@ from llm_gemma_coreml.runtime.coreml.availability import INSTALL
 
 _CACHE = "~/Library/Caches/com.apple.e5rt.e5bundlecache"
 """Where Core ML keeps what it made for this machine's processors; it grows, and it is safe to delete."""
+_PORTABLE = "use the portable runtime (LLM_GEMMA_COREML_RUNTIME=portable in the environment)"
 
 
 class CoreMLError(GemmaCoreMLError):
@@ -32,7 +33,7 @@ def compile_package(package: Path, target: Path) -> None:
     except Exception as error:  # coremltools raises plain Exception and RuntimeError
         raise PackageError(
             f"Core ML refuses to compile {package}: {_words(error)}. If the file is whole (llm gemma-coreml verify checks "
-            "that), convert the model again with another --write-form or --attention-form, or use the portable runtime."
+            f"that), convert the model again with another --write-form or --attention-form, or {_PORTABLE}."
         ) from error
 
 
@@ -59,7 +60,7 @@ def _translated(what: str) -> Iterator[None]:
     except Exception as error:
         raise CoreMLError(
             f"{what}: {_words(error)}. Other programs may hold the memory it needs; if it goes on failing, "
-            f"delete {_CACHE} and run llm gemma-coreml verify NAME --runtime coreml, which says what to change."
+            f"delete {_CACHE} and run llm gemma-coreml verify NAME --runtime coreml, which says what to change; or {_PORTABLE}."
         ) from error
 
 
