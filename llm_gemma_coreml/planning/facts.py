@@ -63,9 +63,10 @@ def remarks(shape: ModelShape, device: Device) -> list[str]:
     if device.kind != "iphone":
         return said
     if (shape.states or 0) > MOST_STATES or (shape.largest_package or 0) > NEURAL_ENGINE_BYTES:
+        remedy = "" if shape.palettised else ": see --target iphone"
         said.append(
             f"The Neural Engine is reported to take packages of at most {MOST_STATES} states and about "
-            f"{NEURAL_ENGINE_BYTES / 1e9:g} GB (p); others run on the GPU: see --target iphone."
+            f"{NEURAL_ENGINE_BYTES / 1e9:g} GB (p); others run on the GPU{remedy}."
         )
     elif not shape.palettised:
         said.append(
