@@ -230,6 +230,7 @@ def test_a_bundle_for_the_phone_may_use_the_neural_engine(
     report = verify("--compute-units", "cpuAndNeuralEngine")
     assert report["passed"]
     assert "palettes" in report["bundle"]["quantisation"]["body"]
+    assert by_name(report)[WRITES]["figures"]["calls"] == 4, "both widths, at two positions"
 
 
 def test_the_advice_for_the_phone_is_what_its_target_takes() -> None:
