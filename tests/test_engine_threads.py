@@ -96,6 +96,7 @@ def test_a_machine_without_a_runtime_is_told_why(monkeypatch: pytest.MonkeyPatch
     runtime = TinyRuntime(tiny_manifest(), TinyModel())
     runtime.available = lambda: "it needs a Mac"  # type: ignore[method-assign]
     monkeypatch.setattr("llm_gemma_coreml.hooks.runtimes", lambda: [runtime])
+    monkeypatch.delenv(RUNTIME_VARIABLE, raising=False)
     with pytest.raises(MissingDependencyError, match="tiny: it needs a Mac"):
         choose_runtime(None)
 

@@ -230,6 +230,10 @@ def test_the_plan_of_an_installed_bundle_for_the_phone(
     assert "up to 2 states in one; 1, 4 rows a call" in text
     assert "A prompt is read 4 tokens a call" in text
     assert "--target iphone" not in text
+    monkeypatch.setattr("llm_gemma_coreml.planning.bandwidth.BYTES", 1 << 20)
+    here = json.loads(run("phone", "--json").stdout)
+    assert here["rungs"][0]["reads"]["body"]["value"] == 8 * figures["rungs"][0]["reads"]["body"]["value"]
+    assert f"{sum(sizes.values()) / 1e6:,.0f} MB are stored" in " ".join(here["remarks"])
 
 
 def test_a_bundle_to_be_for_the_phone() -> None:

@@ -8,7 +8,7 @@ from llm_gemma_coreml.convert.target import MOST_STATES, NEURAL_ENGINE_BYTES
 from llm_gemma_coreml.planning import step
 from llm_gemma_coreml.planning.devices import Device
 from llm_gemma_coreml.planning.figures import Basis, Figure, computed
-from llm_gemma_coreml.planning.shapes import ModelShape
+from llm_gemma_coreml.planning.shapes import ModelShape, expanded
 from llm_gemma_coreml.planning.speculation import ACCEPTANCES, break_even, speedup, tokens_per_round
 
 _VERIFY_ROWS = (4, 8)
@@ -19,6 +19,10 @@ _PROMPT = 1000
 
 def plan(shape: ModelShape, device: Device) -> dict[str, Any]:
     """The plan of `shape` on `device`. Each figure is {"value", "unit", "basis", "source"}; rungs are in order."""
+    said = []
+    if device.kind == "here" and shape.palettised:
+        said.append(f"The portable runtime expands palettised weights to fp32; {shape.weight_bytes / 1e6:,.0f} MB are stored.")
+        shape = expanded(shape)
     return {
         "model": {
             "name": shape.name,
@@ -32,7 +36,7 @@ def plan(shape: ModelShape, device: Device) -> dict[str, Any]:
         "fits": fits(shape, device),
         "rungs": [_rung(shape, device, rung) for rung in shape.rungs],
         "speculation": _speculation(shape, device),
-        "remarks": remarks(shape, device),
+        "remarks": [*remarks(shape, device), *said],
     }
 
 
@@ -60,7 +64,7 @@ def remarks(shape: ModelShape, device: Device) -> list[str]:
     if widest <= _MOST_VERIFY_ROWS:
         seconds = -(-_PROMPT // widest) * step.call_milliseconds(shape, device, shape.rungs[0], widest) / 1000
         said.append(f"A prompt is read {widest} tokens a call: about {seconds:.0f} s for {_PROMPT:,} tokens (c).")
-    if device.kind != "iphone":
+    if device.kind != "iphone" or shape.layout == "published":
         return said
     if (shape.states or 0) > MOST_STATES or (shape.largest_package or 0) > NEURAL_ENGINE_BYTES:
         remedy = "" if shape.palettised else ": see --target iphone"

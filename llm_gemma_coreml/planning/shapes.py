@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llm_gemma_coreml.convert.build import BuildOptions
     from llm_gemma_coreml.convert.source import ModelConfig
 
-_FP16 = 2
+_FP16, _FP32 = 2, 4
 _INT8_PER_WEIGHT = 1 + _FP16 / 32
 _INT4_PER_WEIGHT = 0.5 + _FP16 / 32
 _SMALL_FILE = 32 << 20
@@ -87,6 +87,11 @@ class ModelShape:
     def memory_bytes(self, rung: int) -> int:
         """Weights, K/V and the rest."""
         return self.weight_bytes + self.extra_bytes + self.cache_bytes(rung)
+
+
+def expanded(shape: ModelShape) -> ModelShape:
+    """What the portable runtime holds of a model with palettised weights: four bytes for each half byte that is stored."""
+    return replace(shape, body_bytes=_FP32 * 2 * shape.body_bytes, weights_basis="computed")
 
 
 def shape_of_bundle(path: Path) -> ModelShape:
