@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plugin_environment import run_llm
 from support.sessions import open_runner
 from support.trained_pair import MadeUpText, TrainedPair, trained_pair
 
+from llm_gemma_coreml.bundle.store import FOLDER
 from llm_gemma_coreml.convert.build import build_bundle
 from llm_gemma_coreml.drafting.assistant import AssistantFactory
 from llm_gemma_coreml.drafting.base import DrafterFactory
@@ -208,3 +211,14 @@ def test_the_gates_run_with_the_assistant(bundle: Path, monkeypatch: pytest.Monk
         result = gate(Subject(runner, 0.0, False))
         assert result.passed, result.detail
         assert drafted > 20
+
+
+def test_llm_drafts_with_the_assistant(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    shutil.copytree(bundle, tmp_path / FOLDER / "pair")
+    asking = ("-m", "coreml/pair", "One and two", "-u", "-o", "temperature", "0", "-o", "max_tokens", "80", "-o", "speculate")
+    plainly, drafted = run_llm(*asking, "off"), run_llm(*asking, "4")
+    assert plainly.exit_code == drafted.exit_code == 0, drafted.output
+    assert drafted.stdout == plainly.stdout
+    assert "assistant" in drafted.stderr
+    assert "assistant" not in plainly.stderr
