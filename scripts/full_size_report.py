@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from llm_gemma_coreml.benchmark.run import describe_machine
-from llm_gemma_coreml.bundle.inspection import cache_bytes
-from llm_gemma_coreml.bundle.manifest import load_manifest
+from llm_gemma_coreml.bundle.inspection import blob_sizes, cache_bytes
+from llm_gemma_coreml.bundle.manifest import assistant_function_name, load_manifest
+from llm_gemma_coreml.bundle.package import open_package
 from llm_gemma_coreml.bundle.store import FOLDER
 
 _PROJECT = Path(__file__).resolve().parent.parent
@@ -54,11 +55,15 @@ def measure(bundle: Path, threads: int) -> dict[str, Any]:
 
 
 def sizes(bundle: Path) -> dict[str, int]:
-    """Bytes: weights of layers and drafter, of the head (the embedding table too), of all files."""
+    """Bytes: weights of layers, of the drafter, of the head (the embedding table too), of all files."""
     manifest = load_manifest(bundle)
     weights = {entry.path.split("/")[0]: entry.size for entry in manifest.files if entry.path.endswith("weight.bin")}
+    assert manifest.drafter is not None
+    package = open_package(bundle / manifest.drafter.path)
+    drafter = sum(blob_sizes(package, assistant_function_name(manifest.rungs[0])).values())
     return {
-        "layers": sum(weights[package.path] for package in manifest.layer_packages),
+        "drafter": drafter,
+        "layers": sum(weights[package.path] for package in manifest.layer_packages) - drafter,
         "head": weights[manifest.head_package],
         "all": sum(entry.size for entry in manifest.files),
     }
@@ -87,15 +92,15 @@ def _introduction(model: str, results: dict[str, Any]) -> str:
 
 def _conversion(results: dict[str, Any]) -> str:
     done, size = results["conversion"], results["sizes"]
-    weights = size["layers"] + size["head"]
     return "## Conversion\n\n" + _table(
         ("", ""),
         [
             ("wall clock, processor time", f"{done['wall']:.0f} s, {done['cpu']:.0f} s"),
             ("peak memory", _gigabytes(done["peak"])),
-            ("layers (int4, blocks of 32) and drafter (int4, head int8)", _gigabytes(size["layers"])),
+            ("layers (int4, blocks of 32)", _gigabytes(size["layers"])),
             ("head, which is the embedding table too (int8)", _gigabytes(size["head"])),
-            ("all weights", _gigabytes(weights)),
+            ("layers and head", _gigabytes(size["layers"] + size["head"])),
+            ("drafter (int4, head int8)", _gigabytes(size["drafter"])),
             ("whole bundle", _gigabytes(size["all"])),
         ],
     )

@@ -82,7 +82,7 @@ def check_shared_weights(package: Package, apart: Collection[str] = ()) -> None:
     apart: functions of another model in the same package; they share among themselves.
     Raises PackageError with the counts of bytes.
     """
-    used = {name: _blob_sizes(package, name) for name in package.functions}
+    used = {name: blob_sizes(package, name) for name in package.functions}
     distinct = {place: size for blobs in used.values() for place, size in blobs.items()}
     total = sum(distinct.values())
     groups = [[used[name] for name in used if (name in apart) == other] for other in (False, True)]
@@ -102,7 +102,8 @@ def check_shared_weights(package: Package, apart: Collection[str] = ()) -> None:
         )
 
 
-def _blob_sizes(package: Package, function: str) -> dict[tuple[str, int], int]:
+def blob_sizes(package: Package, function: str) -> dict[tuple[str, int], int]:
+    """Bytes of each weight that a function uses, by file and offset."""
     blobs = (constant.blob for constant in package.functions[function].all_constants())
     return {(blob.file, blob.data_offset): blob.size for blob in blobs if blob is not None}
 
