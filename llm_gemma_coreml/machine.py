@@ -1,15 +1,29 @@
-"""What this machine has left: memory, asked before something large is begun. Standard library only."""
+"""What this machine has: its processor, and the memory that is left, asked before something large is begun. Standard library only."""
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
 
 from llm_gemma_coreml.errors import GemmaCoreMLError
 
 _MEMORY_INFO = Path("/proc/meminfo")
+_PROCESSOR_INFO = Path("/proc/cpuinfo")
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def processor() -> str:
+    """What tells this machine's processor from another kind, in a line: its name and what it can do."""
+    known = ("model name", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
+    try:
+        first = _PROCESSOR_INFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.version()}"
+    fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    found = {name.strip(): value.strip() for name, value in fields.items()}
+    return " ".join([platform.machine(), *(found[name] for name in known if name in found)])
 
 
 def available_memory() -> int | None:

@@ -26,13 +26,16 @@ _MODULES = {
 }
 
 
-def gemma3_config(layers: int = 6, kv_heads: int = 1, window: int = 8, context: int = 4096) -> dict[str, Any]:
-    """config.json of a Gemma 3 with head size 32, four query heads and every sixth layer a full one."""
+def gemma3_config(
+    layers: int = 6, kv_heads: int = 1, window: int = 8, context: int = 4096, head_dim: int = 32
+) -> dict[str, Any]:
+    """config.json of a Gemma 3 with four query heads and every sixth layer a full one."""
     return tiny.tiny_gemma3_config() | {
         "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
         "sliding_window": window,
         "max_position_embeddings": context,
+        "head_dim": head_dim,
     }
 
 

@@ -22,14 +22,14 @@ def query_copies(plan: AttentionPlan) -> int:
     return max(2, plan.group)
 
 
-def values_per_product(plan: AttentionPlan, rows: int, past: int) -> int:
-    """Values in one product of weights with the `past` values; all of them only where the kernel's order stays the same.
+def values_per_product(plan: AttentionPlan, rows: int, past: int, whole: bool) -> int:
+    """Values in one product of weights with the `past` values; all of them only where the order of the sum stays the same.
 
     The kernels sum over 128 values at a time, unless they share the columns out to threads so that few are left.
-    They do not if there are more query rows than columns.
+    They do not if there are more query rows than columns, or with few enough threads, which is tried out (`whole`).
     """
-    whole = rows * query_copies(plan) >= plan.head_dim > BLOCK // 2
-    return past if whole else BLOCK
+    by_rows = rows * query_copies(plan) >= plan.head_dim > BLOCK // 2
+    return past if whole or by_rows else BLOCK
 
 
 def past_input(state: str, head: int) -> str:

@@ -14,7 +14,7 @@ from llm_gemma_coreml.errors import PackageError
 from llm_gemma_coreml.runtime.portable.attention import AttentionPlan
 from llm_gemma_coreml.runtime.portable.recipes import WeightRecipe, from_json, to_json
 
-FORMAT = 8
+FORMAT = 9
 """Raised whenever translations change, so that older caches are not used."""
 
 
@@ -66,7 +66,9 @@ class CompiledPackage:
     functions: dict[str, CompiledFunction] = field(default_factory=dict)
     models: dict[str, CompiledModel] = field(default_factory=dict)
     originals_packed: bool | None = None
-    """What model.originals_are_packed found; None if it was not asked."""
+    """What probes.originals_are_packed found; None if it was not asked."""
+    slot_order: dict[str, bool] = field(default_factory=dict)
+    """What probes.sums_in_slot_order found, by head dimension and threads."""
 
 
 class Cache:
@@ -86,6 +88,7 @@ class Cache:
                 tuple(index["function_names"]), {name: tuple(shape) for name, shape in index["states"].items()}
             )
             package.originals_packed = bool(index["originals_packed"])
+            package.slot_order = {str(key): bool(found) for key, found in index["slot_order"].items()}
             for name, data in index["functions"].items():
                 package.functions[name] = CompiledFunction.from_json(data)
             for digest in {function.model for function in package.functions.values()}:
@@ -115,6 +118,7 @@ class Cache:
                 "function_names": package.function_names,
                 "states": package.states,
                 "originals_packed": package.originals_packed,
+                "slot_order": package.slot_order,
                 "functions": {name: asdict(function) for name, function in package.functions.items()},
             }
             self._write(f"{self._key}.json", json.dumps(index).encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,9 +72,12 @@ def block_slots(plan: AttentionPlan, inputs: Mapping[str, Array], rows: int, buf
 
 
 def attention_feeds(
-    plans: Iterable[AttentionPlan], inputs: Mapping[str, Array], rows: int, state: PortableState
+    plans: Iterable[AttentionPlan], inputs: Mapping[str, Array], rows: int, state: PortableState, whole: Collection[int] = ()
 ) -> tuple[dict[str, Array], dict[str, int]]:
-    """ONNX inputs of all attentions, and the first row to be written for each state."""
+    """ONNX inputs of all attentions, and the first row to be written for each state.
+
+    whole: head dimensions whose weighted sums may be one product.
+    """
     feeds: dict[str, Array] = {}
     starts: dict[str, int] = {}
     known: dict[tuple[str, str | None], tuple[BlockSlots, int]] = {}
@@ -93,7 +96,7 @@ def attention_feeds(
         slots, past_rows = known[key]
         if padding_input(plan) not in feeds:
             feeds[padding_input(plan)] = np.zeros((plan.kv_heads, slots.padding, plan.head_dim), np.float32)
-        pieces = keys_per_product(plan.head_dim), values_per_product(plan, rows, past_rows)
+        pieces = keys_per_product(plan.head_dim), values_per_product(plan, rows, past_rows, plan.head_dim in whole)
         for name, together in zip((plan.key_state, plan.value_state), pieces, strict=True):
             buffer = buffers[name]
             starts[name] = slots.start
@@ -112,7 +115,7 @@ def _reading_feeds(plan: AttentionPlan, inputs: Mapping[str, Array], buffers: Ma
     """ONNX inputs of an attention that only reads: slot positions and views, both cut after the last filled slot."""
     slots = filled_prefix(inputs[plan.slot_positions])
     feeds = {plan.slot_positions: slots}
-    for name, together in ((plan.key_state, keys_per_product(plan.head_dim)), (plan.value_state, BLOCK)):
+    for name, together in ((plan.key_state, keys_per_product(plan.head_dim)), (plan.value_state, len(slots))):
         for head in range(plan.kv_heads):
             feeds[past_input(name, head)] = _pieces(buffers[name], head, len(slots), together)
     return feeds

@@ -8,14 +8,16 @@ import hashlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from llm_gemma_coreml.bundle.manifest_checks import BLOCK
 from llm_gemma_coreml.bundle.package import Package, open_package
 from llm_gemma_coreml.bundle.program import Function as Program
 from llm_gemma_coreml.errors import GemmaCoreMLError, PackageError
+from llm_gemma_coreml.machine import processor
 from llm_gemma_coreml.runtime.base import Array, RuntimeOptions, State
 from llm_gemma_coreml.runtime.portable.compiled import (
     FORMAT,
@@ -25,7 +27,8 @@ from llm_gemma_coreml.runtime.portable.compiled import (
     CompiledPackage,
 )
 from llm_gemma_coreml.runtime.portable.feeding import attention_feeds
-from llm_gemma_coreml.runtime.portable.model import OnnxModel, originals_are_packed
+from llm_gemma_coreml.runtime.portable.model import OnnxModel, threads
+from llm_gemma_coreml.runtime.portable.probes import originals_are_packed, sums_in_slot_order
 from llm_gemma_coreml.runtime.portable.states import PortableState
 
 _DTYPES: dict[str, type[np.generic]] = {
@@ -82,7 +85,17 @@ class PortablePackage:
         """The function of that name. Raises PackageError if there is none."""
         with self._lock:
             compiled = self._compiled.functions.get(name) or self._translate(name)
-            return PortableFunction(name, compiled, self._loaded(compiled.model), str(self._path))
+            whole = frozenset(plan.head_dim for plan in compiled.attentions if self._in_slot_order(plan.head_dim))
+            return PortableFunction(name, compiled, self._loaded(compiled.model), str(self._path), whole)
+
+    def _in_slot_order(self, head_dim: int) -> bool:
+        """Whether weighted sums over any number of slots may be one product; asked once. The lock is held."""
+        used = threads(self._options)
+        key, found = f"{head_dim}/{used}", self._compiled.slot_order
+        if key not in found:
+            found[key] = sums_in_slot_order(head_dim, used, BLOCK)
+            self._cache.store(self._compiled)
+        return found[key]
 
     def load_ahead(self) -> None:
         """Begin to make the session of most of the functions that are translated already; `function` waits for it."""
@@ -120,7 +133,7 @@ class PortablePackage:
     def _cache_key(self) -> str:
         import onnxruntime
 
-        form = f"{FORMAT} {onnxruntime.__version__} {self._options.exact} {self._package.fingerprint()}"
+        form = f"{FORMAT} {onnxruntime.__version__} {processor()} {self._options.exact} {self._package.fingerprint()}"
         return f"{self._path.stem}-{hashlib.sha256(form.encode()).hexdigest()[:20]}"
 
     def _outline(self) -> CompiledPackage:
@@ -197,11 +210,15 @@ def _symbolic_dimensions(program: Program, package: Package) -> dict[str, tuple[
 class PortableFunction:
     """One function of a package, bound to the session that runs it."""
 
-    def __init__(self, name: str, compiled: CompiledFunction, model: OnnxModel, package: str) -> None:
+    def __init__(
+        self, name: str, compiled: CompiledFunction, model: OnnxModel, package: str, whole: Collection[int] = ()
+    ) -> None:
+        """whole: head dimensions whose weighted sums may be one product (see probes.sums_in_slot_order)."""
         self.name = name
         self._compiled = compiled
         self._model = model
         self._package = package
+        self._whole = whole
 
     def run(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once; see runtime.base.Function.run."""
@@ -213,7 +230,7 @@ class PortableFunction:
         if compiled.attentions or compiled.state_inputs:
             if own is None:
                 raise GemmaCoreMLError(f"Function {self.name!r} of {self._package} needs a state: make one first.")
-            attention, starts = attention_feeds(compiled.attentions, arrays, compiled.rows, own)
+            attention, starts = attention_feeds(compiled.attentions, arrays, compiled.rows, own, self._whole)
             feeds.update(attention)
             for name, key in compiled.state_inputs.items():
                 feeds[key] = own.buffers()[name]

@@ -9,32 +9,30 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from llm_gemma_coreml.errors import GemmaCoreMLError
 from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
 from llm_gemma_coreml.runtime.portable.compiled import CompiledModel
-from llm_gemma_coreml.runtime.portable.recipes import WeightReader, WeightRecipe, evaluate
+from llm_gemma_coreml.runtime.portable.recipes import WeightReader, evaluate
 
 _WIDE = 64
 """Rows of a call whose intermediate values are large (prefill)."""
 
 
-def default_threads() -> int:
-    """Compute threads when none are asked for: the processors this process may use, at most 8."""
+def threads(options: RuntimeOptions) -> int:
+    """Compute threads; when none are asked for, the processors that this process may use, at most 8."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(usable, 8))
+    return options.threads or max(1, min(usable, 8))
 
 
 class OnnxModel:
     """A session of one translated model. Its weights are read from the package's mapped files."""
 
     def __init__(self, model: CompiledModel, package: Path, options: RuntimeOptions, *, free_originals: bool) -> None:
-        """free_originals: packed weights need not be held in their first form (see originals_are_packed)."""
+        """free_originals: packed weights need not be held in their first form (see probes.originals_are_packed)."""
         import onnxruntime
 
         settings = onnxruntime.SessionOptions()
-        settings.intra_op_num_threads = options.threads or default_threads()
+        settings.intra_op_num_threads = threads(options)
         settings.inter_op_num_threads = 1
         settings.log_severity_level = 4
         settings.enable_mem_pattern = False  # sizes differ from call to call
@@ -87,43 +85,3 @@ def _return_freed_memory() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def originals_are_packed() -> bool:
-    """True if this ONNX Runtime packs quantised weights when a session is made and does not read the originals again.
-
-    Found out with a small model whose weights are overwritten after loading; if so, they need not be held twice.
-    """
-    return all(_packs(bits) for bits in (4, 8))
-
-
-def _packs(bits: int) -> bool:
-    import onnxruntime
-
-    from llm_gemma_coreml.runtime.portable.graph import ELEMENT_TYPES, MICROSOFT, GraphBuilder
-
-    inner, outer, block = 64, 32, 32
-    random = np.random.default_rng(0)
-    arrays = (
-        random.integers(0, 256, (outer, inner // block, block * bits // 8), dtype=np.uint8),
-        random.random((outer, inner // block), dtype=np.float32),
-    )
-    graph, kind = GraphBuilder(), ELEMENT_TYPES["float32"]
-    weights = [graph.weight(WeightRecipe("probe", (), str(array.dtype), array.shape)) for array in arrays]
-    x = graph.add_input("x", kind, ["rows", inner])
-    product = graph.emit(
-        "MatMulNBits", [x, *weights], MICROSOFT, K=inner, N=outer, bits=bits, block_size=block, accuracy_level=4
-    )
-    graph.add_output("y", product, kind)
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 4
-    held = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays]
-    settings.add_external_initializers(weights, held)
-    model = graph.model("probe").SerializeToString()
-    session = onnxruntime.InferenceSession(model, settings, providers=["CPUExecutionProvider"])
-    feeds = [{"x": random.random((rows, inner), dtype=np.float32)} for rows in (1, 8)]
-    before = [session.run(None, feed)[0] for feed in feeds]
-    for array in arrays:
-        array[:] = 0
-    after = [session.run(None, feed)[0] for feed in feeds]
-    return all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))

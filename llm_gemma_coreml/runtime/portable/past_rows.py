@@ -6,7 +6,7 @@ scores, 128 slots for weighted sums, which are then added in slot order. n is th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import onnx
 
@@ -23,13 +23,11 @@ class _PastRows:
         shape: Dimensions = [1, pieces, together, plan.head_dim]
         self._heads = [graph.add_input(past_input(state, head), FLOAT, shape) for head in range(plan.kv_heads)]
 
-    def _products(self, operator: str, left: str, domain: str = "", **attributes: Any) -> str:
-        """left [KV, ...] times each head's rows."""
+    def _each(self, left: str, product: Callable[[str, str], str]) -> str:
+        """`product` of each head's part of left [KV, ...] and its rows, together again [KV, ...]."""
         count = len(self._heads)
         parts = [left] if count == 1 else self._graph.emit_many("Split", [left], count, axis=0, num_outputs=count)
-        products = [
-            self._graph.emit(operator, [part, rows], domain, **attributes) for part, rows in zip(parts, self._heads, strict=True)
-        ]
+        products = [product(part, rows) for part, rows in zip(parts, self._heads, strict=True)]
         return products[0] if count == 1 else self._graph.emit("Concat", products, axis=0)
 
 
@@ -42,7 +40,7 @@ class PastKeys(_PastRows):
 
     def scores(self, query: str) -> str:
         """query [KV, 1, n, D] with the keys: [KV, pieces, n, slots in a piece]."""
-        return self._products("FusedMatMul", query, MICROSOFT, transB=1)
+        return self._each(query, lambda part, rows: self._graph.emit("FusedMatMul", [part, rows], MICROSOFT, transB=1))
 
 
 class PastValues(_PastRows):
@@ -60,7 +58,12 @@ class PastValues(_PastRows):
         """weights [KV, n, P] times the values: [KV, n, D]; `shape` is [0, 0, *pieces()]."""
         graph = self._graph
         apart = graph.emit("Transpose", [graph.reshape(weights, shape)], perm=[0, 2, 1, 3])
-        return graph.reduce("ReduceSum", self._products("MatMul", apart), [1], keep=False)
+
+        def mixed(part: str, rows: str) -> str:
+            # Head by head: a sum over the second of several axes has another order than one over the first.
+            return graph.reduce("ReduceSum", graph.emit("MatMul", [part, rows]), [1], keep=False)
+
+        return self._each(apart, mixed)
 
 
 def in_slot_order(graph: GraphBuilder, pieces: str) -> str:

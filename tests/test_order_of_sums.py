@@ -1,0 +1,77 @@
+"""Rows of blocks and single rows have the same bits where many pieces of values are added: several K/V heads, large heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import tiny_models
+from support.sessions import open_runner
+
+from llm_gemma_coreml.bundle.manifest import load_manifest
+from llm_gemma_coreml.engine.model_runner import ModelRunner
+from llm_gemma_coreml.engine.session import Session
+from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
+from llm_gemma_coreml.runtime.portable import PortableRuntime, loader
+
+START, LENGTH = 1408, 1536
+"""The last block of a prompt: eleven blocks are the past of its rows."""
+
+
+@pytest.fixture(scope="module", params=[(1, 256), (2, 256), (2, 128), (1, 512)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kv_heads, head_dim = request.param
+    folder = tmp_path_factory.mktemp("sums")
+    checkpoint = tiny_models.gemma3_checkpoint(folder / "checkpoint", kv_heads=kv_heads, head_dim=head_dim, window=1600)
+    return tiny_models.gemma3_bundle(folder, checkpoint, contexts=(2048,), widths=(1, 4, 8, 128))
+
+
+def last_rows(session: Session, tokens: list[int], pieces: list[int]) -> Array:
+    """Hidden rows of the last block, read in pieces of these sizes in turn."""
+    rows = []
+    while len(session) < LENGTH:
+        piece = pieces.pop(0)
+        pieces.append(piece)
+        session.prefill(tokens[len(session) : len(session) + piece])
+        assert session.hidden is not None
+        rows.append(session.hidden[-piece:].copy())
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_rows_do_not_depend_on_the_cut(bundle: Path, threads: int) -> None:
+    runner = open_runner(bundle, threads=threads)
+    vocabulary = runner.manifest.vocabulary_size
+    tokens = [int(token) for token in np.random.default_rng(5).integers(0, vocabulary, LENGTH)]
+    session = Session(runner)
+    session.prefill(tokens[:START])
+    block = last_rows(session.fork(), tokens, [128])
+    for pieces in ([1], [3, 1, 8], [4], [40, 5]):
+        found = last_rows(session.fork(), tokens, list(pieces))
+        differing = np.flatnonzero((found != block).any(axis=1))
+        assert not len(differing), f"pieces of {pieces}: rows {differing} differ by {np.abs(found - block).max()}"
+    runner.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_was_found_out_decides_how_values_are_fed(bundle: Path, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values go into one product only if that was seen to add up in the same order."""
+    monkeypatch.setattr(loader, "sums_in_slot_order", lambda head_dim, threads, piece: whole)
+    shapes = set()
+    feeds = loader.attention_feeds
+
+    def seen(*arguments: object) -> object:
+        found = feeds(*arguments)  # type: ignore[arg-type]
+        shapes.update(array.shape[1] for name, array in found[0].items() if name.startswith("v_") and "/past/" in name)
+        return found
+
+    monkeypatch.setattr(loader, "attention_feeds", seen)
+    options = RuntimeOptions(threads=1)  # nothing is kept: what was found out before must not count
+    runner = ModelRunner(bundle, load_manifest(bundle), PortableRuntime(), options)
+    session = Session(runner)
+    session.prefill([1] * 700)
+    shapes.clear()
+    session.step([1])
+    assert shapes == ({1} if whole else {5})
+    runner.close()
