@@ -1,4 +1,4 @@
-"""What this machine has: its processor, and the memory that is left, asked before something large is begun. Standard library only."""
+"""What this machine has: its processor, and the memory that is left. Standard library only."""
 
 from __future__ import annotations
 
