@@ -26,6 +26,8 @@ from llm_gemma_coreml.bundle.store import FOLDER
 
 _PROJECT = Path(__file__).resolve().parent.parent
 _MEASURE = Path(__file__).with_name("full_size_measure.py")
+_PROFILE = Path(__file__).with_name("profile_step.py")
+_PROFILED_DEPTHS = (1024, 100_000)
 _CONTEXTS = (1024, 4096, 32768, 131072)
 
 
@@ -47,9 +49,9 @@ def convert(model: str, user_folder: Path) -> dict[str, float]:
     return run_measured(command, LLM_USER_PATH=str(user_folder))
 
 
-def measure(bundle: Path, threads: int) -> dict[str, Any]:
-    """The figures of full_size_measure.py, from a process of its own."""
-    done = subprocess.run([sys.executable, str(_MEASURE), str(bundle), str(threads)], stdout=subprocess.PIPE, check=True)
+def measure(program: Path, *arguments: object) -> dict[str, Any]:
+    """The figures of one of the scripts that measure, from a process of its own."""
+    done = subprocess.run([sys.executable, str(program), *map(str, arguments)], stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -71,7 +73,8 @@ def sizes(bundle: Path) -> dict[str, int]:
 
 def render(model: str, results: dict[str, Any], before: dict[str, Any] | None) -> str:
     """The report as Markdown."""
-    parts = [_introduction(model, results), _conversion(results), _speed(results), _memory(results), _promotions(results)]
+    parts = [_introduction(model, results), _conversion(results), _speed(results), _profiles(results)]
+    parts += [_memory(results), _promotions(results)]
     if before is not None:
         parts.append(_comparison(before, results))
     return "\n\n".join(parts) + "\n"
@@ -129,6 +132,18 @@ def _speed(results: dict[str, Any]) -> str:
         "medians of three; in brackets the cost against one row:\n\n" + _table(header, rows) + "\n\n![Cost of a call by depth]"
         "(full-size-calls.svg)"
     )
+
+
+def _profiles(results: dict[str, Any]) -> str:
+    places = results["profiles"]
+    kinds = list(dict.fromkeys(kind for place in places for kind in place["kinds"]))
+    rows = [(kind, *(f"{place['kinds'].get(kind, 0):,.0f} ms" for place in places)) for kind in kinds]
+    rows += [
+        ("outside of the graphs", *(f"{place['outside']:,.0f} ms" for place in places)),
+        ("step, while profiled", *(f"{place['step']:,.0f} ms" for place in places)),
+    ]
+    header = ("one row", *(f"{place['depth']:,} tokens held" for place in places))
+    return "## Where the time of a step goes\n\nBy ONNX Runtime's profiler (`scripts/profile_step.py`):\n\n" + _table(header, rows)
 
 
 def _memory(results: dict[str, Any]) -> str:
@@ -245,7 +260,8 @@ def main() -> None:
         manifest = load_manifest(bundle)
         ring, per_token = cache_bytes(manifest)
         results |= {"sizes": sizes(bundle), "cache": {"ring": ring, "per_token": per_token}, "machine": describe_machine()}
-        results["measured"] = measure(bundle, arguments.threads)
+        results["measured"] = measure(_MEASURE, bundle, arguments.threads)
+        results["profiles"] = [measure(_PROFILE, bundle, arguments.threads, depth) for depth in _PROFILED_DEPTHS]
     results["changes"] = arguments.changes or results.get("changes", "")
     figures.write_text(json.dumps(results, indent=1))
     before = json.loads(arguments.before.read_text()) if arguments.before else None
