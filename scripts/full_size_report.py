@@ -143,7 +143,8 @@ def _profiles(results: dict[str, Any]) -> str:
         ("step, while profiled", *(f"{place['step']:,.0f} ms" for place in places)),
     ]
     header = ("one row", *(f"{place['depth']:,} tokens held" for place in places))
-    return "## Where the time of a step goes\n\nBy ONNX Runtime's profiler (`scripts/profile_step.py`):\n\n" + _table(header, rows)
+    title = "## Where the time of a step goes\n\nBy ONNX Runtime's profiler (`scripts/profile_step.py`):\n\n"
+    return title + _table(header, rows)
 
 
 def _memory(results: dict[str, Any]) -> str:
