@@ -47,11 +47,16 @@ class _Profiled(onnxruntime.InferenceSession):  # type: ignore[misc]
 
 
 def profile(bundle: Path, threads: int, depth: int, rows: int = 1) -> dict[str, Any]:
-    """Milliseconds per step: as a whole (median), by kind of node (mean of the last steps), and what is outside of nodes."""
+    """Milliseconds per step: as a whole (median), by kind of node (mean of the last steps), and what is outside of nodes.
+
+    load_seconds: as in full_size_measure, of a bundle whose translation is kept.
+    """
     onnxruntime.InferenceSession = _Profiled
+    begun_loading = time.perf_counter()
     runner = open_runner(bundle, threads=threads)
     session = Session(runner)
     session.prefill([runner.manifest.bos_id])
+    loading = time.perf_counter() - begun_loading
     fill(session, depth, np.random.default_rng(0))
     ids = random_tokens(depth, rows, runner.manifest.vocabulary_size)
     times = []
@@ -66,7 +71,8 @@ def profile(bundle: Path, threads: int, depth: int, rows: int = 1) -> dict[str, 
         _add(spent, opened, time.time() - steps[0][0])
     step = statistics.median(seconds for _, seconds in steps) * 1e3
     kinds = {kind: total / len(steps) for kind, total in sorted(spent.items(), key=lambda item: -item[1])}
-    return {"depth": depth, "rows": rows, "step": step, "kinds": kinds, "outside": step - sum(kinds.values())}
+    outside = step - sum(kinds.values())
+    return {"load_seconds": loading, "depth": depth, "rows": rows, "step": step, "kinds": kinds, "outside": outside}
 
 
 def _add(spent: dict[str, float], session: onnxruntime.InferenceSession, since: float) -> None:
