@@ -30,6 +30,8 @@ def one_line_errors(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except GemmaCoreMLError as error:
             raise click.ClickException(str(error)) from error
+        except BrokenPipeError:
+            raise  # whoever read the output has enough: click ends quietly
         except OSError as error:
             raise click.ClickException(_describe(error)) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,16 @@ def test_models_lists_bundles_and_what_could_be_one(user_folder: Path) -> None:
     text = run_llm("gemma-coreml", "models").stdout
     assert "coreml/gemma-3-one: 2 MB" in text
     assert "pip install 'llm-gemma-coreml[quickstart]'" in text
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error(user_folder: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "llm", "gemma-coreml", "models"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert "Error" not in done.stderr
+    assert done.returncode == 1
 
 
 def test_remove_asks_first(user_folder: Path) -> None:

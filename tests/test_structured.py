@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.chats import chat, gemma3_tokenizer, gemma4_tokenizer, ids, spell, values
 
+from llm_gemma_coreml.chat import structured
 from llm_gemma_coreml.chat.json_schema import first_violation, read_reply
 from llm_gemma_coreml.chat.messages import Message, Tool
 from llm_gemma_coreml.chat.prompt import Prompt
@@ -433,3 +434,9 @@ def test_a_model_with_more_logits_than_pieces() -> None:
     assert mask.shape == (262208,)
     assert mask[:262144].sum() > 200_000
     assert not mask[262144:].any()
+
+
+def test_an_unreadable_call_names_what_would_have_prevented_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert structured.hint_if_missing() == ""
+    monkeypatch.setattr(structured, "find_spec", lambda name: None)
+    assert "llm-gemma-coreml[structured]" in structured.hint_if_missing()

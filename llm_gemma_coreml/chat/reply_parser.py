@@ -19,6 +19,7 @@ from llm_gemma_coreml.chat.messages import (
 )
 from llm_gemma_coreml.chat.prompt import Prompt
 from llm_gemma_coreml.chat.reasoning import ReasoningOutput
+from llm_gemma_coreml.chat.structured import hint_if_missing
 from llm_gemma_coreml.chat.text_output import TextOutput
 from llm_gemma_coreml.chat.tokenizer import Tokenizer
 from llm_gemma_coreml.chat.transcript import ANSWER, CALL
@@ -180,7 +181,7 @@ class ReplyParser:
 
     def _warn_of_call(self, text: str, problem: str) -> None:
         name = next((name for name in sorted(self._tools, key=len, reverse=True) if name in text), "")
-        message = f"A tool call could not be read ({problem}) and is shown as text."
+        message = f"A tool call could not be read ({problem}) and is shown as text.{hint_if_missing()}"
         self._events.append(WarningEvent(message, text, name, _new_id()))
 
     def _emit_call(self, call: ToolCall) -> None:

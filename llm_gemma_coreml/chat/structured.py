@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,13 @@ from llm_gemma_coreml.errors import MissingDependencyError, RequestError
 INSTALL_HINT = "Install it with: pip install 'llm-gemma-coreml[structured]'"
 _POSITION = re.compile(r"\bat [0-9]+\([0-9]+\): (?:failed to compile JSON schema: )?")
 MAX_GRAMMAR_CHARACTERS = 1_000_000
+
+
+def hint_if_missing() -> str:
+    """What holds calls to their form, as a sentence after a space; "" if it is installed."""
+    if find_spec("llguidance") is not None:
+        return ""
+    return f" The package llguidance would hold calls to their form. {INSTALL_HINT}"
 
 
 class GrammarConstraint:
