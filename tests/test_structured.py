@@ -438,5 +438,5 @@ def test_a_model_with_more_logits_than_pieces() -> None:
 
 def test_an_unreadable_call_names_what_would_have_prevented_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert structured.hint_if_missing() == ""
-    monkeypatch.setattr(structured, "find_spec", lambda name: None)
+    monkeypatch.setattr(structured, "has_llguidance", lambda: False)
     assert "llm-gemma-coreml[structured]" in structured.hint_if_missing()

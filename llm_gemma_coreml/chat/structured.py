@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ MAX_GRAMMAR_CHARACTERS = 1_000_000
 
 def hint_if_missing() -> str:
     """What holds calls to their form, as a sentence after a space; "" if it is installed."""
-    if find_spec("llguidance") is not None:
+    if has_llguidance():
         return ""
     return f" The package llguidance would hold calls to their form. {INSTALL_HINT}"
 
