@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from functools import cache
 from pathlib import Path
 
 from llm_gemma_coreml.errors import GemmaCoreMLError
@@ -14,15 +15,28 @@ _PROCESSOR_INFO = Path("/proc/cpuinfo")
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
-def processor() -> str:
-    """What tells this machine's processor from another kind, in a line: its name and what it can do."""
-    known = ("model name", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
+@cache
+def _processor_fields() -> dict[str, str]:
+    """What Linux tells of the first processor; empty elsewhere. Read once: with many processors that takes a while."""
     try:
         first = _PROCESSOR_INFO.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
     except OSError:
+        return {}
+    fields = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in fields}
+
+
+def processor_name() -> str:
+    """The processor's name, for people."""
+    return _processor_fields().get("model name") or platform.processor() or platform.machine()
+
+
+def processor() -> str:
+    """What tells this machine's processor from another kind, in a line: its name and what it can do."""
+    found = _processor_fields()
+    if not found:
         return f"{platform.machine()} {platform.version()}"
-    fields = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    found = {name.strip(): value.strip() for name, value in fields.items()}
+    known = ("model name", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
     return " ".join([platform.machine(), *(found[name] for name in known if name in found)])
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_gemma_coreml.benchmark.side import Side
+from llm_gemma_coreml.machine import processor_name
 from llm_gemma_coreml.progress import Progress
 
 MARGIN = 128
@@ -106,11 +107,5 @@ class _Counter:
 
 def describe_machine() -> dict[str, Any]:
     """What the figures are measured on, and how busy it is with other things (processes of the last minute)."""
-    model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            model = next((line.split(":", 1)[1].strip() for line in file if "model name" in line), model)
-    except OSError:
-        pass
     load = round(os.getloadavg()[0], 2)
-    return {"system": platform.system(), "processor": model, "cores": os.cpu_count(), "load_average": load}
+    return {"system": platform.system(), "processor": processor_name(), "cores": os.cpu_count(), "load_average": load}
