@@ -73,6 +73,7 @@ class PortablePackage:
         self._cache = Cache(options.cache_directory, self._cache_key())
         self._compiled = self._cache.load() or self._outline()
         self._models: dict[str, OnnxModel] = {}
+        self._functions: dict[str, PortableFunction] = {}
         self._lock = threading.Lock()
         self._closed = False
         _open_packages.add(self)
@@ -84,9 +85,15 @@ class PortablePackage:
     def function(self, name: str) -> PortableFunction:
         """The function of that name. Raises PackageError if there is none."""
         with self._lock:
-            compiled = self._compiled.functions.get(name) or self._translate(name)
-            whole = frozenset(plan.head_dim for plan in compiled.attentions if self._in_slot_order(plan.head_dim))
-            return PortableFunction(name, compiled, self._loaded(compiled.model), str(self._path), whole)
+            if name not in self._functions:
+                self._functions[name] = self._bound(name)
+            return self._functions[name]
+
+    def _bound(self, name: str) -> PortableFunction:
+        compiled = self._compiled.functions.get(name) or self._translate(name)
+        head_dims = {plan.head_dim for plan in compiled.attentions}
+        whole = frozenset(filter(self._in_slot_order, head_dims))
+        return PortableFunction(name, compiled, self._loaded(compiled.model), str(self._path), whole)
 
     def _in_slot_order(self, head_dim: int) -> bool:
         """Whether weighted sums over any number of slots may be one product; asked once. The lock is held."""
@@ -128,6 +135,7 @@ class PortablePackage:
         """Let go of sessions and weights; waits for one that is in the making."""
         self._closed = True
         with self._lock:
+            self._functions.clear()
             self._models.clear()
 
     def _cache_key(self) -> str:
