@@ -20,7 +20,7 @@ from llm_gemma_coreml.convert.calibration import Importance
 from llm_gemma_coreml.convert.fingerprint import conversion_fingerprint
 from llm_gemma_coreml.convert.palettise import PALETTISED, PalettisedWeights
 from llm_gemma_coreml.convert.source import PROJECTIONS, ModelConfig, Source, expected_shapes, open_source
-from llm_gemma_coreml.convert.target import for_target
+from llm_gemma_coreml.convert.target import DEFAULT_CONTEXTS, DEFAULT_WIDTHS, for_target
 from llm_gemma_coreml.convert.weight_table import WeightTable
 from llm_gemma_coreml.errors import MissingDependencyError, PackageError, RequestError
 from llm_gemma_coreml.machine import require_memory
@@ -32,8 +32,6 @@ Progress = Callable[[str, int, int], None]
 """Called with (what is being done, how much of it is done, how much there is)."""
 
 COREMLTOOLS_VERSION = "9.0"
-DEFAULT_CONTEXTS = (4096, 32768, 131072)
-DEFAULT_WIDTHS = (1, 2, 4, 8, 128)
 SMALL_MODEL = 1_000_000_000
 """Models with fewer parameters lose too much with 4 bits."""
 _LARGE_PACKAGE = 12

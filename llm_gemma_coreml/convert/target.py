@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from llm_gemma_coreml.convert.build import BuildOptions
 
 TARGETS = ("mac", "iphone")
+DEFAULT_CONTEXTS = (4096, 32768, 131072)
+DEFAULT_WIDTHS = (1, 2, 4, 8, 128)
 IPHONE_CONTEXTS = (1024, 4096)
 IPHONE_WIDTHS = (1, 4)
 PACKAGE_BUDGET = 1_000_000_000
@@ -39,8 +41,6 @@ def for_target(options: BuildOptions, config: ModelConfig) -> BuildOptions:
 
     Raises RequestError for an unknown target, or a choice or a model that it cannot have.
     """
-    from llm_gemma_coreml.convert.build import DEFAULT_CONTEXTS, DEFAULT_WIDTHS
-
     target = options.target
     if target not in TARGETS:
         raise RequestError(f"There is no target {target!r}. Choose one of {', '.join(TARGETS)}.")

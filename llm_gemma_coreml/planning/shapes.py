@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from llm_gemma_coreml.convert.target import DEFAULT_WIDTHS
 from llm_gemma_coreml.planning.figures import Basis
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ _INT8_PER_WEIGHT = 1 + _FP16 / 32
 _INT4_PER_WEIGHT = 0.5 + _FP16 / 32
 _SMALL_FILE = 32 << 20
 """Tokenizers and texts are smaller; embedding tables and drafters are larger."""
-_WIDTHS = (1, 2, 4, 8, 128)
-"""Rows of a call, if nothing else was chosen."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class ModelShape:
     """What else is held in memory: an embedding table of its own, drafters."""
     drafter_bytes: int | None = None
     """What one call of its assistant model reads; None: it has none."""
-    widths: tuple[int, ...] = _WIDTHS
+    widths: tuple[int, ...] = DEFAULT_WIDTHS
     """Rows of a call that it has functions for, ascending; prompts are read with the largest."""
     largest_package: int | None = None
     """Bytes of weights of the largest package; None: not known."""

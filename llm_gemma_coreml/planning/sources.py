@@ -48,7 +48,8 @@ def published_model_in_our_layout() -> ModelShape:
 
 
 def _options(rungs: tuple[int, ...] | None = None, bits: int | None = None, target: str = "mac") -> BuildOptions:
-    from llm_gemma_coreml.convert.build import DEFAULT_CONTEXTS, BuildOptions
+    from llm_gemma_coreml.convert.build import BuildOptions
+    from llm_gemma_coreml.convert.target import DEFAULT_CONTEXTS
 
     return BuildOptions(bits=bits, contexts=rungs or DEFAULT_CONTEXTS, target=target)
 
