@@ -34,20 +34,21 @@ _KINDS = {
 }
 
 
+_opened: list[onnxruntime.InferenceSession] = []
+
+
 class _Profiled(onnxruntime.InferenceSession):  # type: ignore[misc]
     """A session that writes down how long each node takes."""
 
-    opened: list[_Profiled] = []  # noqa: RUF012 (of the class)
-
     def __init__(self, model: Any, options: onnxruntime.SessionOptions, **others: Any) -> None:
         options.enable_profiling = True
-        options.profile_file_prefix = os.path.join(tempfile.gettempdir(), f"profile-{os.getpid()}-{len(self.opened)}")
+        options.profile_file_prefix = os.path.join(tempfile.gettempdir(), f"profile-{os.getpid()}-{len(_opened)}")
         super().__init__(model, options, **others)
-        self.opened.append(self)
+        _opened.append(self)
 
 
 def profile(bundle: Path, threads: int, depth: int, rows: int = 1) -> dict[str, Any]:
-    """Milliseconds per step: as a whole (median), by kind of node (mean of the last steps), and what is outside of nodes.
+    """Milliseconds per step (means of the last steps): as a whole, by kind of node, and what is outside of nodes.
 
     load_seconds: as in full_size_measure, of a bundle whose translation is kept.
     """
@@ -67,9 +68,9 @@ def profile(bundle: Path, threads: int, depth: int, rows: int = 1) -> dict[str, 
         session.commit(0)
     steps = times[2:]
     spent: dict[str, float] = defaultdict(float)
-    for opened in _Profiled.opened:
+    for opened in _opened:
         _add(spent, opened, time.time() - steps[0][0])
-    step = statistics.median(seconds for _, seconds in steps) * 1e3
+    step = statistics.mean(seconds for _, seconds in steps) * 1e3
     kinds = {kind: total / len(steps) for kind, total in sorted(spent.items(), key=lambda item: -item[1])}
     outside = step - sum(kinds.values())
     return {"load_seconds": loading, "depth": depth, "rows": rows, "step": step, "kinds": kinds, "outside": outside}

@@ -152,5 +152,6 @@ class Tally:
         if len(self.notes) > _NOTES_SHOWN:
             shown += f"; and {len(self.notes) - _NOTES_SHOWN} more"
         margin = None if math.isinf(self.smallest_margin) else self.smallest_margin
-        passed, skipped = self.mismatches == 0, self.compared == 0 and self.mismatches == 0
+        passed = self.mismatches == 0
+        skipped = passed and not self.compared
         return GateResult(name, self.compared, self.mismatches, margin, passed, shown or detail, skipped)
