@@ -88,8 +88,10 @@ def test_the_environment_chooses_where_nothing_else_does(monkeypatch: pytest.Mon
     assert choose_runtime(None) is second
     assert choose_runtime(first.name) is first
     monkeypatch.setenv(RUNTIME_VARIABLE, "fast")
-    with pytest.raises(RequestError, match="no runtime 'fast'"):
+    with pytest.raises(RequestError, match=f"no runtime 'fast'.*{RUNTIME_VARIABLE} asks for it"):
         choose_runtime(None)
+    with pytest.raises(RequestError, match=r"no runtime 'slow'[^_]*$"):
+        choose_runtime("slow")
 
 
 def test_a_machine_without_a_runtime_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,15 +263,17 @@ def choose_runtime(wanted: Runtime | str | None) -> Runtime:
 
     if wanted is not None and not isinstance(wanted, str):
         return wanted
-    known, wanted = hooks.runtimes(), wanted or os.environ.get(RUNTIME_VARIABLE) or None
+    known, variable = hooks.runtimes(), os.environ.get(RUNTIME_VARIABLE)
+    asked = f" {RUNTIME_VARIABLE} asks for it." if variable and not wanted else ""
+    wanted = wanted or variable or None
     if wanted is not None:
         known = [runtime for runtime in known if runtime.name == wanted]
         if not known:
             names = ", ".join(runtime.name for runtime in hooks.runtimes())
-            raise RequestError(f"There is no runtime {wanted!r}. Known: {names}.")
+            raise RequestError(f"There is no runtime {wanted!r}. Known: {names}.{asked}")
     reasons = {runtime.name: runtime.available() for runtime in known}
     for runtime in known:
         if reasons[runtime.name] is None:
             return runtime
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise MissingDependencyError(f"No runtime works on this machine ({told}).")
+    raise MissingDependencyError(f"No runtime works on this machine ({told}).{asked}")
