@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +23,7 @@ from llm_gemma_coreml.drafting.assistant import Assistant
 from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.runtime.portable.model import OnnxModel
+from llm_gemma_coreml.runtime.portable.states import View
 
 ROUNDS, DRAFTS = 200, 4
 TIE = 0.02
@@ -195,25 +197,26 @@ def test_the_targets_keys_and_values_are_read_in_place(pair: Pair, monkeypatch: 
     session.extend(tiny_gemma4.random_ids(300))
     run = OnnxModel.run
 
-    def recorded(model: OnnxModel, feeds: Mapping[str, np.ndarray], *, rows: int) -> dict[str, np.ndarray]:
-        seen.append(dict(feeds))
-        return run(model, feeds, rows=rows)
+    def recorded(
+        model: OnnxModel, feeds: Mapping[str, np.ndarray], views: Mapping[str, View], written: Mapping[str, str], *, rows: int
+    ) -> dict[str, np.ndarray]:
+        seen.append((dict(feeds), dict(views), dict(written)))
+        return run(model, feeds, views, written, rows=rows)
 
     monkeypatch.setattr(OnnxModel, "run", recorded)
     (state,) = [state for state in session.states if state is not None]
     before = {name: buffer.copy() for name, buffer in state.buffers().items()}
     runner.assistant_step(session.states, session.slots, 5, session.last_hidden)
-    (feeds,) = seen
-    past = {name: array for name, array in feeds.items() if "/past/" in name}
-    assert {name.split("/")[0] for name in past} == {"k_3", "v_3", "k_4", "v_4"}
-    for name, array in past.items():
+    ((feeds, views, written),) = seen
+    assert not written
+    assert {name.split("/")[0] for name in views} == {"k_3", "v_3", "k_4", "v_4"}
+    for name, view in views.items():
         state_name, _, head = name.split("/")
         buffer = state.buffers()[state_name]
-        assert array.ctypes.data == buffer[int(head)].ctypes.data
-        assert array.flags.c_contiguous
-        rows = array.size // buffer.shape[2]
+        assert view.data_ptr() == buffer[int(head)].ctypes.data
+        rows = math.prod(view.shape()) // buffer.shape[2]
         assert rows == (256 if state_name.endswith("3") else 384)  # the ring, and 300 in blocks of 128
-    assert not [name for name, array in feeds.items() if name not in past and array.nbytes > 4096]
+    assert not [name for name, array in feeds.items() if array.nbytes > 4096]
     assert all(np.array_equal(before[name], buffer) for name, buffer in state.buffers().items())
     runner.close()
 

@@ -45,7 +45,7 @@ def test_equals_transformers(pair: Pair) -> None:
 
 
 def test_all_attention_is_recognised(pair: Pair) -> None:
-    """Each layer of each function takes the block form, which is what makes calls of any size give the same bits."""
+    """Each layer of each function takes the in-place form, which is what makes calls of any size give the same bits."""
     manifest = load_manifest(pair.bundle)
     for package in manifest.layer_packages:
         opened = open_package(pair.bundle / package.path)

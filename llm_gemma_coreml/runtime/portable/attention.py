@@ -54,7 +54,7 @@ class AttentionMatch:
     rows: int
     """S"""
     operations: frozenset[str]
-    """Names of the operations that the block form replaces (mask operations are not among them)."""
+    """Names of the operations that the in-place form replaces (mask operations are not among them)."""
     views: frozenset[str] = frozenset()
     """Of an attention that only reads: names of the operations that read the states, which others may share."""
 
@@ -227,6 +227,8 @@ def _view(graph: _Graph, value: str | Constant | None) -> _View | None:
     if declared is None or len(declared.shape) != 3:
         return None
     heads, rows, dim = declared.shape
+    if rows % BLOCK:
+        return None
     view = tuple(int(n) for n in size.value().reshape(-1))
     if view[0] not in (heads, -1) or view[2] not in (dim, -1) or not 0 < view[1] <= rows - BLOCK or view[1] % BLOCK:
         return None

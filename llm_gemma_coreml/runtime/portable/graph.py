@@ -135,6 +135,13 @@ class GraphBuilder:
         shape = None if dimensions is None else list(dimensions)
         self.outputs.append(onnx.helper.make_tensor_value_info(name, element_type, shape))
 
+    def name_output(self, name: str, value: str, element_type: int) -> str:
+        """Declare as an output the value that the last node gave, under a name of its own, which is returned: no copy."""
+        assert list(self.nodes[-1].output) == [value]
+        self.nodes[-1].output[0] = name
+        self.outputs.append(onnx.helper.make_tensor_value_info(name, element_type, None))
+        return name
+
     @contextmanager
     def nested(self, name: str) -> Iterator[NestedGraph]:
         """Emit into a graph of its own, for If and Loop. Values of the graph around it may be used in it."""

@@ -26,7 +26,7 @@ from llm_gemma_coreml.runtime.portable.compiled import (
     CompiledModel,
     CompiledPackage,
 )
-from llm_gemma_coreml.runtime.portable.feeding import attention_feeds
+from llm_gemma_coreml.runtime.portable.feeding import AttentionFeeds, attention_feeds
 from llm_gemma_coreml.runtime.portable.model import OnnxModel, threads
 from llm_gemma_coreml.runtime.portable.probes import originals_are_packed, sums_in_slot_order
 from llm_gemma_coreml.runtime.portable.states import PortableState
@@ -150,21 +150,18 @@ class PortablePackage:
         return CompiledPackage(tuple(self._package.functions), states)
 
     def _translate(self, name: str) -> CompiledFunction:
-        from llm_gemma_coreml.runtime.portable.block_form import BlockForm
-        from llm_gemma_coreml.runtime.portable.reading_form import ReadingForm
+        from llm_gemma_coreml.runtime.portable.in_place_form import InPlaceForm
         from llm_gemma_coreml.runtime.portable.translate import translate_function
 
         if name not in self._package.functions:
             raise PackageError(f"{self._path} has no function {name!r}, only {', '.join(self.function_names)}.")
         program = self._package.functions[name]
-        form, reading = BlockForm(program), ReadingForm(program)
+        form = InPlaceForm(program)
         symbolic = _symbolic_dimensions(program, self._package)
         for plan in form.plans:
-            symbolic[plan.slot_positions] = (f"{plan.slot_positions}/B",)
-        for plan in reading.plans:
             symbolic[plan.slot_positions] = (f"{plan.slot_positions}/P",)
         translation = translate_function(
-            program, rewrites=[form, reading], symbolic=symbolic, exact=self._options.exact, package=self._path
+            program, rewrites=[form], symbolic=symbolic, exact=self._options.exact, package=self._path
         )
         # The function's own name must not tell two equal models apart.
         translation.model.graph.name = "function"
@@ -175,7 +172,7 @@ class PortablePackage:
             tuple(program.outputs),
             translation.state_inputs,
             translation.state_outputs,
-            (*form.plans, *reading.plans),
+            tuple(form.plans),
             form.rows,
         )
         self._compiled.functions[name] = compiled
@@ -233,19 +230,17 @@ class PortableFunction:
         compiled = self._compiled
         arrays = self._checked(inputs)
         feeds = {name: array for name, array in arrays.items() if name in self._model.inputs}
-        starts: dict[str, int] = {}
+        attention = AttentionFeeds()
         own = None if state is None else _own(state)
         if compiled.attentions or compiled.state_inputs:
             if own is None:
                 raise GemmaCoreMLError(f"Function {self.name!r} of {self._package} needs a state: make one first.")
-            attention, starts = attention_feeds(compiled.attentions, arrays, compiled.rows, own, self._whole)
-            feeds.update(attention)
+            attention = attention_feeds(compiled.attentions, arrays, compiled.rows, own, self._whole)
+            feeds.update(attention.arrays)
             for name, key in compiled.state_inputs.items():
                 feeds[key] = own.buffers()[name]
-        results = self._model.run(feeds, rows=compiled.rows)
+        results = self._model.run(feeds, attention.views, attention.written, rows=compiled.rows)
         if own is not None:
-            for name, start in starts.items():
-                own.write_rows(name, start, results[f"{name}/new"])
             for name, key in compiled.state_outputs.items():
                 own.replace(name, results[key])
         return {name: results[name] for name in compiled.outputs}

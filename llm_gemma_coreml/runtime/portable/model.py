@@ -8,11 +8,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from llm_gemma_coreml.errors import GemmaCoreMLError
 from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
 from llm_gemma_coreml.runtime.portable.compiled import CompiledModel
 from llm_gemma_coreml.runtime.portable.recipes import WeightReader, evaluate
+from llm_gemma_coreml.runtime.portable.states import View
 
 _WIDE = 64
 """Rows of a call whose intermediate values are large (prefill)."""
@@ -60,20 +62,45 @@ class OnnxModel:
         self._shrinking = onnxruntime.RunOptions()
         self._shrinking.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
-    def run(self, feeds: Mapping[str, Array], *, rows: int = 0) -> dict[str, Array]:
-        """All outputs by name. Arrays are passed without a copy; they must be contiguous.
+    def run(
+        self,
+        feeds: Mapping[str, Array],
+        views: Mapping[str, View] | None = None,
+        written: Mapping[str, str] | None = None,
+        *,
+        rows: int = 0,
+    ) -> dict[str, Array]:
+        """All outputs by name but those that are written in place. Arrays are passed without a copy; they must be contiguous.
 
+        views: inputs in memory that is written too; written: outputs that go to the memory of such an input.
         rows: of this call. The first narrow call after wide ones gives back the memory that only those needed.
         """
         shrinks = rows < _WIDE <= self._rows
         self._rows = rows
         try:
-            results = self._session.run(self._outputs, dict(feeds), self._shrinking if shrinks else None)
+            results = self._run_bound(feeds, views or {}, written or {}, self._shrinking if shrinks else None)
         except Exception as error:
             raise GemmaCoreMLError(f"ONNX Runtime failed in a translated function: {error}") from error
         if shrinks:
             _return_freed_memory()
-        return dict(zip(self._outputs, results, strict=True))
+        return results
+
+    def _run_bound(
+        self, feeds: Mapping[str, Array], views: Mapping[str, View], written: Mapping[str, str], options: Any
+    ) -> dict[str, Array]:
+        binding = self._session.io_binding()
+        for name, array in feeds.items():
+            binding.bind_cpu_input(name, array)
+        for name, view in views.items():
+            binding.bind_ortvalue_input(name, view)
+        fresh = [name for name in self._outputs if name not in written]
+        for name in fresh:
+            binding.bind_output(name)
+        for name, source in written.items():
+            binding.bind_ortvalue_output(name, views[source])
+        self._session.run_with_iobinding(binding, options)
+        # Outputs come in the order in which they were bound.
+        return {name: value.numpy() for name, value in zip(fresh, binding.get_outputs(), strict=False)}
 
 
 def _weights(model: CompiledModel, reader: WeightReader) -> dict[str, Array]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from llm_gemma_coreml.runtime.base import Array, HostState
+
+View = Any
+"""An onnxruntime.OrtValue (which has no type information) over a part of a buffer."""
 
 
 class PortableState(HostState):
@@ -18,12 +22,19 @@ class PortableState(HostState):
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+        self._views: dict[tuple[str, int], tuple[tuple[int, int], View]] = {}
 
-    def write_rows(self, name: str, start: int, rows: Array) -> None:
-        """Write `rows` [heads, n, dim] at slots start .. start + n - 1 of the state `name`."""
-        buffer = self._buffers[name]
-        end = min(start + rows.shape[1], buffer.shape[1])
-        buffer[:, start:end] = rows[:, : end - start]
+    def view(self, name: str, head: int, rows: int, together: int) -> View:
+        """The first rows of one head of a state, [1, pieces, together, D], in the buffer's own memory."""
+        import onnxruntime
+
+        size, (held, view) = (rows, together), self._views.get((name, head), ((0, 0), None))
+        if held != size:  # it changes once in 128 tokens
+            buffer = self._buffers[name]
+            array = buffer[head, :rows].reshape(1, -1, together, buffer.shape[2])
+            view = onnxruntime.OrtValue.ortvalue_from_numpy(array)
+            self._views[name, head] = size, view
+        return view
 
     def replace(self, name: str, value: Array) -> None:
         """Copy the whole new value of a state that a function returned into its buffer."""
