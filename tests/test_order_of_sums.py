@@ -75,3 +75,29 @@ def test_what_was_found_out_decides_how_values_are_fed(bundle: Path, whole: bool
     session.step([1])
     assert shapes == ({1} if whole else {6})
     runner.close()
+
+
+def test_new_rows_are_written_where_they_are_read(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ONNX Runtime reads is the state's own memory; a call changes the rows of its tokens and no other."""
+    runner, seen = open_runner(bundle), []
+    session = Session(runner)
+    session.prefill([1] * 700)
+    (state,) = [state for state in session.states if state is not None]
+    before = {name: buffer.copy() for name, buffer in state.buffers().items()}
+    feeds = loader.attention_feeds
+
+    def recorded(*arguments: object) -> feeding.AttentionFeeds:
+        seen.append(feeds(*arguments))  # type: ignore[arg-type]
+        return seen[-1]
+
+    monkeypatch.setattr(loader, "attention_feeds", recorded)
+    session.step([5, 6, 7, 8])
+    (call,) = seen
+    assert set(call.written.values()) == set(call.views)
+    for name, view in call.views.items():
+        state_name, _, head = name.split("/")
+        assert view.data_ptr() == state.buffers()[state_name][int(head)].ctypes.data
+    for name, buffer in state.buffers().items():
+        changed = np.flatnonzero((buffer != before[name]).any(axis=(0, 2)))
+        assert changed.tolist() == [700, 701, 702, 703]
+    runner.close()

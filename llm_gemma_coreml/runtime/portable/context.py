@@ -3,7 +3,7 @@ set apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llm_gemma_coreml.bundle.program import Block, Constant, Function, Operation, TensorType
@@ -17,7 +17,7 @@ from llm_gemma_coreml.runtime.portable.values import TRANSLATORS, OperationView,
 class Claim:
     """Operations of a function that are translated together, in another form than one by one.
 
-    `emit(context)` is called once. It reads what it needs with `context.tensor(name)` (and `context.replay`),
+    `emit(context)` is called once. It reads what it needs with `context.tensor(name)`,
     emits nodes with `context.graph`, may declare model inputs and outputs there, and gives every result that
     operations outside of the claim use to `context.define(name, onnx_name)`.
     """
@@ -256,42 +256,6 @@ class Context:
         for name in {*_names_used(block.operations), *block.outputs}:
             if name in self._producer and name not in self._values:
                 self.translate(self._producer[name])
-
-    # Several versions of one part of the graph
-
-    def replay(self, outputs: Sequence[str], substitutes: Mapping[str, str]) -> list[str]:
-        """Translate the operations between `substitutes` (MIL name -> ONNX value) and `outputs` once more.
-
-        Returns the ONNX names of `outputs` computed from the substitutes. Operations that do not depend on
-        them are shared; none is translated by a claim. Sizes may differ from those of the MIL types (see
-        `symbolic`).
-        """
-        other = Context(self.function, self.graph, self.package, exact=self.exact, symbolic=True)
-        other._stored = self._stored
-        affected = set(substitutes)
-        for operation in self.function.operations:
-            used = {item for bound in operation.inputs.values() for item in bound if isinstance(item, str)}
-            if used & affected:
-                affected.update(name for name, _ in operation.outputs)
-        for name, value in substitutes.items():
-            other.define(name, value)
-        return [other._replayed(name, affected, self) for name in outputs]
-
-    def _replayed(self, name: str, affected: set[str], original: Context) -> str:
-        if name in self._values:
-            return self.tensor(name)
-        if name not in affected:
-            return original.tensor(name)
-        operation = self._producer[name]
-        for bound in operation.inputs.values():
-            for item in bound:
-                if isinstance(item, str) and item not in self._values:
-                    if item in affected:
-                        self._replayed(item, affected, original)
-                    else:
-                        self._values[item] = original.value(item)
-        self.translate(operation)
-        return self.tensor(name)
 
     # Errors and facts
 
