@@ -24,6 +24,10 @@ def pytest_configure() -> None:
     """Ctrl-C must be deliverable, and the portable runtime is what is tested where none is named."""
     if sys.platform == "darwin":  # most tests ask for equal bits; those marked `macos` name Core ML
         os.environ.setdefault("LLM_GEMMA_COREML_RUNTIME", "portable")
+    # torch takes a thread for each processor, and they wait for each other spinning: with a worker for each processor
+    # they get in each other's way.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A job in the background inherits an ignored SIGINT, and so would its children.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
