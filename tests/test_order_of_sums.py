@@ -14,6 +14,9 @@ from llm_gemma_coreml.engine.model_runner import ModelRunner
 from llm_gemma_coreml.engine.session import Session
 from llm_gemma_coreml.runtime.base import Array, RuntimeOptions
 from llm_gemma_coreml.runtime.portable import PortableRuntime, feeding, loader
+from llm_gemma_coreml.runtime.portable.attention import AttentionPlan
+from llm_gemma_coreml.runtime.portable.states import PortableState
+from llm_gemma_coreml.runtime.portable.view_inputs import value_places_input, view_input
 
 START, LENGTH = 1408, 1536
 """The last block of a prompt: eleven blocks are the past of its rows."""
@@ -101,3 +104,14 @@ def test_new_rows_are_written_where_they_are_read(bundle: Path, monkeypatch: pyt
         changed = np.flatnonzero((buffer != before[name]).any(axis=(0, 2)))
         assert changed.tolist() == [700, 701, 702, 703]
     runner.close()
+
+
+def test_layers_of_one_kind_may_have_different_groups() -> None:
+    """The number of query rows decides how values are cut, and new rows go where the pieces of their own layer have them."""
+    plans = [AttentionPlan(f"k_{group}", f"v_{group}", 1, group, 256, "start", "slots") for group in (4, 2)]
+    state = PortableState({name: (1, 640, 256) for plan in plans for name in (plan.key_state, plan.value_state)})
+    inputs = {"start": np.array([128], np.int32), "slots": np.arange(512, dtype=np.int32)}
+    feeds = feeding.attention_feeds(plans, inputs, 64, state)
+    for plan, shape, first in zip(plans, ([1, 1, 512, 256], [1, 4, 128, 256]), ([0, 0, 128], [0, 1, 0]), strict=True):
+        assert feeds.views[view_input(plan.value_state, 0)].shape() == shape
+        assert feeds.arrays[value_places_input(plan)][0, 0].tolist() == first

@@ -227,10 +227,10 @@ def _view(graph: _Graph, value: str | Constant | None) -> _View | None:
     if declared is None or len(declared.shape) != 3:
         return None
     heads, rows, dim = declared.shape
-    if rows % BLOCK:
-        return None
     view = tuple(int(n) for n in size.value().reshape(-1))
-    if view[0] not in (heads, -1) or view[2] not in (dim, -1) or not 0 < view[1] <= rows - BLOCK or view[1] % BLOCK:
+    # Views are fed in whole blocks, and new rows may lie behind the declared one.
+    whole = 0 < view[1] <= rows - BLOCK and not view[1] % BLOCK and not rows % BLOCK
+    if view[0] not in (heads, -1) or view[2] not in (dim, -1) or not whole:
         return None
     if not any(op.type == "write_state" for op in graph.consumers.get(state, [])):
         return _View(state, None, None, view[1], (slicing.name, reading.name))

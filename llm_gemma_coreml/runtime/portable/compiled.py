@@ -14,7 +14,7 @@ from llm_gemma_coreml.errors import PackageError
 from llm_gemma_coreml.runtime.portable.attention import AttentionPlan
 from llm_gemma_coreml.runtime.portable.recipes import WeightRecipe, from_json, to_json
 
-FORMAT = 10
+FORMAT = 11
 """Raised whenever translations change, so that older caches are not used."""
 
 

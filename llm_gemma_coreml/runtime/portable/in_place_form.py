@@ -84,7 +84,7 @@ def _emit(context: Context, match: AttentionMatch, shared: _Shared) -> None:
             places = shared.once(partial(graph.add_input, name, onnx.TensorProto.INT64, [1, "rows", 3]), name)
             view.write(graph.round_to_half(context.tensor(new)), places)
     scores = graph.emit("Add", [keys.scores(query), _bias(context, match, shared)])
-    shape = shared.once(values.shape_of_weights, "weights", plan.slot_positions)
+    shape = shared.once(values.shape_of_weights, "weights", value_places_input(plan))
     total = values.mix(graph.emit("Softmax", [scores], axis=-1), shape)
     if query_copies(plan) > plan.group:
         total = graph.emit_many("Split", [total], 2, axis=1, num_outputs=2)[0]

@@ -65,8 +65,8 @@ class OnnxModel:
     def run(
         self,
         feeds: Mapping[str, Array],
-        views: Mapping[str, View] | None = None,
-        written: Mapping[str, str] | None = None,
+        views: Mapping[str, View],
+        written: Mapping[str, str],
         *,
         rows: int = 0,
     ) -> dict[str, Array]:
@@ -78,7 +78,7 @@ class OnnxModel:
         shrinks = rows < _WIDE <= self._rows
         self._rows = rows
         try:
-            results = self._run_bound(feeds, views or {}, written or {}, self._shrinking if shrinks else None)
+            results = self._run_bound(feeds, views, written, self._shrinking if shrinks else None)
         except Exception as error:
             raise GemmaCoreMLError(f"ONNX Runtime failed in a translated function: {error}") from error
         if shrinks:

@@ -65,11 +65,11 @@ class ValueView(_View):
     """Values of one state, in pieces of view_inputs.values_per_product, which differ from call to call."""
 
     def __init__(self, graph: GraphBuilder, plan: AttentionPlan) -> None:
-        slots = plan.slot_positions
-        super().__init__(graph, plan, plan.value_state, f"{slots}/pieces", f"{slots}/together")
+        sizes = f"{plan.slot_positions}/{plan.head_dim}x{plan.group}"
+        super().__init__(graph, plan, plan.value_state, f"{sizes}/pieces", f"{sizes}/together")
 
     def shape_of_weights(self) -> str:
-        """[0, 0, number of pieces, slots in a piece], int64 [4]: for `mix`, the same for all states of a kind."""
+        """[0, 0, number of pieces, slots in a piece], int64 [4]: for `mix`, the same for all values with the same places."""
         graph = self._graph
         pieces = graph.emit("Shape", [self._heads[0]], start=1, end=3)
         return graph.emit("Concat", [graph.constant([0, 0], "int64"), pieces], axis=0)

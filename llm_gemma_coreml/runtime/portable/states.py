@@ -22,18 +22,18 @@ class PortableState(HostState):
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
-        self._views: dict[tuple[str, int], tuple[tuple[int, int], View]] = {}
+        self._views: dict[tuple[str, int], View] = {}
+        """The view of each head that was asked for last; another is made once in 128 tokens."""
 
     def view(self, name: str, head: int, rows: int, together: int) -> View:
         """The first rows of one head of a state, [1, pieces, together, D], in the buffer's own memory."""
         import onnxruntime
 
-        size, (held, view) = (rows, together), self._views.get((name, head), ((0, 0), None))
-        if held != size:  # it changes once in 128 tokens
-            buffer = self._buffers[name]
-            array = buffer[head, :rows].reshape(1, -1, together, buffer.shape[2])
-            view = onnxruntime.OrtValue.ortvalue_from_numpy(array)
-            self._views[name, head] = size, view
+        buffer, view = self._buffers[name], self._views.get((name, head))
+        shape = [1, rows // together, together, buffer.shape[2]]
+        if view is None or view.shape() != shape:
+            view = onnxruntime.OrtValue.ortvalue_from_numpy(buffer[head, :rows].reshape(shape))
+            self._views[name, head] = view
         return view
 
     def replace(self, name: str, value: Array) -> None:

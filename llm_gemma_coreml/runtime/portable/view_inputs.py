@@ -48,5 +48,5 @@ def key_places_input(plan: AttentionPlan) -> str:
 
 
 def value_places_input(plan: AttentionPlan) -> str:
-    """ONNX input: the same for values."""
-    return f"{plan.slot_positions}/places/values/{plan.head_dim}"
+    """ONNX input: the same for values, whose pieces depend on the query rows too."""
+    return f"{plan.slot_positions}/places/values/{plan.head_dim}x{plan.group}"
